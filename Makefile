@@ -7,7 +7,7 @@ demo:  ## quantize a real model, judge it, talk to it
 	$(PYTHON) benchmarks/demo.py $(if $(MODEL),--model $(MODEL))
 
 test:  ## build, lint, types, tests; compile checks for CUDA and AMD where a compiler is found
-	PYTHON=$(PYTHON) bash cmake/ci/test.sh
+	PYTHON=$(PYTHON) bash .ci/test.sh
 
 clean:
 	rm -rf build dist .venv demo-work

@@ -102,9 +102,9 @@ def _logits(model: Any, row: Tensor) -> Tensor:
     return model.logits(row[None])[0]
 
 
-def storage(directory: str | Path) -> dict[str, Any]:
-    """What a directory stores: bytes of all tensors, bits per weight of the decoder's linears (true sizes), bits of the head."""
-    ckpt = Checkpoint.open(directory)
+def storage(directory: str | Path | Checkpoint) -> dict[str, Any]:
+    """What a directory stores: bytes of all tensors, bits per weight of the decoder's linears (padded sizes), bits of the head."""
+    ckpt = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)
     total = sum(t.nbytes for t in ckpt.tensors.values())
     bits = weights = 0.0
     head: float | None = None

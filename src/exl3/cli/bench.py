@@ -1,0 +1,68 @@
+"""`exl3 bench MODEL`: prefill and decode speed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import click
+
+from exl3.cli.common import device_option, emit_json, json_flag, table
+
+
+@click.command("bench")
+@click.argument("model", type=click.Path(exists=True, file_okay=False))
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--context", type=click.IntRange(min=0), default=0, show_default=True, help="tokens already in the cache when decoding is timed")
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@device_option
+@json_flag
+def command(model: str, prompt_tokens: int, new_tokens: int, context: int, repeat: int, device: str | None, as_json: bool) -> None:
+    """Tokens per second of the model in directory MODEL: prefill, and decode of one sequence. Medians of --repeat runs."""
+    import exl3
+
+    start = time.perf_counter()
+    loaded = exl3.load(model, device=device, max_tokens=max(prompt_tokens, context + new_tokens) + 256)
+    seconds = time.perf_counter() - start
+    result = {"model": model, "device": str(loaded.device), "load_seconds": seconds, **measure(loaded, prompt_tokens, new_tokens, context, repeat)}
+    if as_json:
+        emit_json(result)
+        return
+    table(
+        [
+            ("device", result["device"]),
+            ("load", f"{seconds:.2f} s"),
+            (f"prefill of {prompt_tokens}", f"{result['prefill_tokens_per_second']:.1f} tokens/s"),
+            (f"decode of {new_tokens} at {context}", f"{result['decode_tokens_per_second']:.1f} tokens/s"),
+        ]
+    )
+
+
+def measure(model: Any, prompt_tokens: int, new_tokens: int, context: int, repeat: int) -> dict[str, float]:
+    """Medians over `repeat` runs; every run uses other tokens, so that no prefix is reused."""
+    import torch
+
+    rng = torch.Generator().manual_seed(0)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(10, model.vocab_size - 10, (n,), generator=rng).tolist()
+
+    def run(prompt: list[int], n: int) -> tuple[float, float]:
+        """Seconds to the first token, and from there to the last."""
+        start = time.perf_counter()
+        result = model.generate(prompt, max_new_tokens=n, stop_ids=[], temperature=0.0)
+        end = time.perf_counter()
+        return result.first_token_seconds, end - start - result.first_token_seconds
+
+    run(ids(8), 4)
+    prefill = [prompt_tokens / run(ids(prompt_tokens), 1)[0] for _ in range(repeat)]
+    decode = [(new_tokens - 1) / run(ids(max(context, 1)), new_tokens)[1] for _ in range(repeat)]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "prefill_tokens_per_second": statistics.median(prefill),
+        "new_tokens": new_tokens,
+        "context": context,
+        "decode_tokens_per_second": statistics.median(decode),
+    }
