@@ -1,0 +1,169 @@
+"""Every option of a conversion in one place: defaults, presets, checks, and which of them a resumed job may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from exl3.codec.codebooks import CODEBOOKS
+from exl3.codec.rings import RATES
+from exl3.errors import ArgumentError, UnsupportedError
+
+HEAD_RATES = (*RATES, 16)
+QUALITIES = ("fast", "default", "best")
+
+# what may differ when a job is resumed: where things lie and how it runs, never what is written
+CHANGEABLE = frozenset(
+    {"input_dir", "output_dir", "work_dir", "shard_size", "devices", "device_ratios", "checkpoint_interval", "last_checkpoint_index",
+     "max_module", "verbose", "parallel_mode", "resume"}
+)  # fmt: skip
+
+# calibration (rows, tokens in a row) by quality, on a CPU and on a GPU
+_CALIBRATION = {
+    ("fast", "cpu"): (24, 512), ("default", "cpu"): (64, 512), ("best", "cpu"): (256, 1024),
+    ("fast", "gpu"): (64, 2048), ("default", "gpu"): (250, 2048), ("best", "gpu"): (1000, 2048),
+}  # fmt: skip
+
+
+@dataclass
+class ConvertOptions:
+    """Options of `exl3.convert`; the names are those of the command line (`exl3 convert --help`). None means: choose."""
+
+    # what is written
+    bits: float | None = None  # mean bits per weight of the decoder's matrices, head apart
+    total_bits: float | None = None  # or: bits of everything stored per weight of the source model
+    recipe: str | None = None  # or: a file with a rate for each tensor
+    head_bits: float | None = None  # None: the recipe's, else 6
+    embed_bits: int = 16
+    hq: int = 0
+    codebook: str = "mul1"
+    half_rates: str = "auto"  # auto: where a fractional budget needs them; always; never
+    mtp_bits: float | None = None
+    vision_bits: int = 0
+    ngram_bits: int = 0
+    ngram_file: str | None = None
+    shard_size: int = 8192  # MiB; 0: one file
+    # how well
+    quality: str = "default"
+    preset: str | None = None  # "incumbent"
+    cal_data: str | None = None
+    cal_rows: int | None = None
+    cal_cols: int | None = None
+    out_scales: str = "auto"
+    scaled_hessian: bool | None = None  # the LDL factor sees the rows' scales
+    damping: float | None = None  # share of the Hessian's mean diagonal
+    recapture: bool | None = None  # inputs of a later group see the already quantized earlier ones of the same block
+    correction: float | None = None  # share of the error made upstream that targets make up for, 0 ... 1
+    token_weighting: bool | None = None  # attention-sink and outlier tokens count less
+    seam_window: int | None = None
+    seed: int = 0
+    hessians: str | None = None
+    hessians_one_sided: bool = False
+    hessians_reg: float = 0.025
+    # how it runs
+    devices: str | None = None
+    device_ratios: str = ""
+    checkpoint_interval: float = 120.0  # seconds
+    last_checkpoint_index: int = -1
+    max_module: int | None = None
+    resume: bool = False
+    verbose: bool = False
+    image_dump: bool = False
+    parallel_mode: bool = False
+    override_anyway: bool = False
+
+    def checked(self) -> ConvertOptions:
+        """A copy with presets applied and every value checked; ArgumentError or UnsupportedError otherwise."""
+        o = dataclasses.replace(self)
+        _check_unsupported(o)
+        _check_values(o)
+        incumbent = o.preset == "incumbent"
+        defaults: dict[str, Any] = {
+            "head_bits": None if o.recipe else 6,
+            "scaled_hessian": not incumbent,
+            "damping": 0.025,
+            "recapture": not incumbent and o.quality != "fast",
+            "correction": 0.0,
+            "token_weighting": False,
+            "seam_window": 64 if o.quality == "fast" and not incumbent else 0,
+        }
+        if incumbent:
+            defaults |= {"cal_rows": 250, "cal_cols": 2048}
+        for name, value in defaults.items():
+            if getattr(o, name) is None:
+                setattr(o, name, value)
+        return o
+
+    def with_calibration(self, device_type: str) -> ConvertOptions:
+        """A copy whose calibration size is chosen for the kind of device."""
+        rows, cols = _CALIBRATION[self.quality, "cpu" if device_type == "cpu" else "gpu"]
+        return dataclasses.replace(self, cal_rows=self.cal_rows or rows, cal_cols=self.cal_cols or cols)
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings that decide the output's bytes: a resumed job must agree in all of them."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in CHANGEABLE}
+
+    def head_rates_ok(self) -> None:
+        bad_half = self.head_bits is not None and self.head_bits != int(self.head_bits) and self.codebook != "mul1"
+        if self.head_bits is not None and (self.head_bits not in HEAD_RATES or bad_half):
+            raise ArgumentError(f"head_bits is {self.head_bits:g}; use 1-8, 16, or with codebook mul1 also 1.5, 2.5, 3.5")
+
+
+def _check_unsupported(o: ConvertOptions) -> None:
+    missing = {
+        "mtp_bits": (o.mtp_bits is not None, "multi-token prediction heads are not quantized yet"),
+        "vision_bits": (o.vision_bits != 0, "vision towers are not quantized yet"),
+        "ngram_bits": (o.ngram_bits != 0, "hashed n-gram tables are not quantized yet"),
+        "ngram_file": (o.ngram_file is not None, "hashed n-gram tables are not quantized yet"),
+        "hessians": (o.hessians is not None, "external Hessian factors are not read yet"),
+        "out_scales yaqa": (o.out_scales == "yaqa", "output scales from external Hessian factors are not computed yet"),
+        "image_dump": (o.image_dump, "tensors are not dumped as images"),
+    }
+    for name, (asked, why) in missing.items():
+        if asked:
+            raise UnsupportedError(f"option {name}: {why}; leave the option out")
+
+
+def _check_values(o: ConvertOptions) -> None:
+    given = [name for name in ("bits", "total_bits", "recipe") if getattr(o, name) is not None]
+    if not given:
+        raise ArgumentError("no target size: give bits (-b), total_bits (--total-bits) or a recipe (-rcp)")
+    if o.total_bits is not None and len(given) > 1:
+        raise ArgumentError(f"{' and '.join(given)} contradict each other; give one")
+    for name in ("bits", "total_bits"):
+        value = getattr(o, name)
+        if value is not None and not 1 <= value <= (8 if name == "bits" else 16):
+            raise ArgumentError(f"{name} is {value:g}; it must lie between 1 and {8 if name == 'bits' else 16}")
+    _choice("codebook", o.codebook, CODEBOOKS)
+    _choice("half_rates", o.half_rates, ("auto", "always", "never"))
+    _choice("quality", o.quality, QUALITIES)
+    _choice("out_scales", o.out_scales, ("auto", "always", "never"))
+    if o.preset is not None:
+        _choice("preset", o.preset, ("incumbent",))
+    o.head_rates_ok()
+    if o.embed_bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+        raise ArgumentError(f"embed_bits is {o.embed_bits}; use 1-8, or 16 to leave the token embedding as it is")
+    minimum = {
+        "hq": 0,
+        "shard_size": 0,
+        "cal_rows": 1,
+        "cal_cols": 2,
+        "checkpoint_interval": 0,
+        "seam_window": 0,
+        "damping": 0,
+        "correction": 0,
+    }
+    for name, least in minimum.items():
+        value = getattr(o, name)
+        if value is not None and value < least:
+            raise ArgumentError(f"{name} is {value}; it must be at least {least}")
+    if o.seam_window is not None and (o.seam_window > 256 or o.seam_window % 2):
+        raise ArgumentError(f"seam_window is {o.seam_window}; it must be even and at most 256, 0 for all positions")
+    if o.correction is not None and o.correction > 1:
+        raise ArgumentError(f"correction is {o.correction}; it must lie between 0 and 1")
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ArgumentError(f"{name} is {value!r}; use one of {', '.join(allowed)}")

@@ -1,0 +1,63 @@
+"""Scale refit after encoding: the best suh and svh for the trellis values that were found (quantizer description, section 6.7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl3.quantize.regularize import rotate_columns, rotate_rows
+
+_FP16_MAX = 65504.0
+
+
+def refit_scales(rotated_q: Tensor, suh: Tensor, svh: Tensor, target: Tensor, hessian: Tensor, *, rounds: int = 2) -> tuple[Tensor, Tensor]:
+    """Minimises tr((W_hat - target)^T hessian (W_hat - target)) over suh and svh, alternately; returns both as fp16.
+
+    rotated_q: (k, n) decoded trellis values; target: (k, n) fp32; hessian: (k, k) fp32, damped, original basis.
+    suh is rounded before the last column step, so that svh makes up for its rounding. Columns with svh = 0 stay zero.
+    """
+    base = rotate_columns(rotate_rows(rotated_q.float()))
+    weighted = hessian @ target
+    dead = svh == 0
+    suh, svh = suh.float(), svh.float()
+    for _ in range(rounds):
+        svh = _refit_columns(base, suh, svh, weighted, hessian)
+        suh = _refit_rows(base, suh, svh, weighted, hessian)
+    suh = round_scales(suh)
+    svh = _refit_columns(base, suh.float(), svh, weighted, hessian)
+    svh = torch.where(dead, torch.zeros_like(svh), svh)
+    return suh, round_scales(svh)
+
+
+def round_scales(scale: Tensor) -> Tensor:
+    """fp32 -> fp16 kept inside the finite range."""
+    return scale.clamp(-_FP16_MAX, _FP16_MAX).half()
+
+
+def _refit_columns(base: Tensor, suh: Tensor, svh: Tensor, weighted: Tensor, hessian: Tensor) -> Tensor:
+    q = base * suh.unsqueeze(1)  # columns without svh: the solution is absolute
+    top = (q * weighted).sum(0)
+    bottom = (q * (hessian @ q)).sum(0)
+    new = top / bottom
+    good = torch.isfinite(new) & (new * svh > 0)  # a changed sign is noise of a column that hardly matters
+    return torch.where(good, new, svh)
+
+
+def _refit_rows(base: Tensor, suh: Tensor, svh: Tensor, weighted: Tensor, hessian: Tensor) -> Tensor:
+    q = base * suh.unsqueeze(1) * svh
+    system = (q @ q.T) * hessian
+    right = (q * weighted).sum(1)
+    diagonal = system.diagonal()
+    diagonal += 1e-6 * diagonal.mean()
+    factor, info = torch.linalg.cholesky_ex(system)
+    if int(info) != 0:
+        return suh
+    r = torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
+    return suh * torch.where(torch.isfinite(r) & (r > 0), r, torch.ones_like(r))
+
+
+def proxy_error(error: Tensor, target: Tensor, hessian: Tensor) -> float:
+    """tr(E^T H E) / tr(W^T H W): the share of the layer's output energy that is lost on calibration inputs."""
+    energy = (target * (hessian @ target)).sum(dtype=torch.float64)
+    lost = (error * (hessian @ error)).sum(dtype=torch.float64)
+    return float(lost / energy) if float(energy) > 0 else 0.0
