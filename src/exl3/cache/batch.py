@@ -1,0 +1,95 @@
+"""`Batch`: one step's tokens, packed. One decode token per row, a draft and a prefill chunk are the same structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exl3.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from exl3.cache.cache import Cache
+
+
+@dataclass
+class Batch:
+    """All tensors int32 on the device; T tokens of R rows, P pages a row at most."""
+
+    ids: Tensor
+    """(T,) token ids"""
+    positions: Tensor
+    """(T,) place of each token in its row, from 0"""
+    token_row: Tensor
+    """(T,) row of each token, -1 for padding"""
+    row_start: Tensor
+    """(R+1,) first token of each row in this batch"""
+    lengths: Tensor
+    """(R,) tokens in the row's cache after this step"""
+    block_table: Tensor | None = None
+    """(R, P) pages of each row in order"""
+    logits_at: Tensor | None = None
+    """(L,) packed indices whose logits are wanted; None: all"""
+    cache: Cache | None = None
+    """None: a whole-sequence pass without a cache"""
+    tables: dict[Any, Any] = field(default_factory=dict)
+    """rotary tables of this step by kind, filled by the model"""
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.shape[0]
+
+    @classmethod
+    def whole(cls, ids: Tensor) -> Batch:
+        """A pass over whole sequences ids `(B, T)` without a cache: every row starts at position 0."""
+        if ids.ndim != 2 or ids.shape[0] == 0 or ids.shape[1] == 0:
+            raise ArgumentError(f"ids: needs shape (rows, tokens), both at least 1, got {tuple(ids.shape)}")
+        rows, n = ids.shape
+        line = torch.arange(n, dtype=torch.int32, device=ids.device)
+        return cls(
+            ids=ids.reshape(-1).to(torch.int32),
+            positions=line.repeat(rows),
+            token_row=torch.arange(rows, dtype=torch.int32, device=ids.device).repeat_interleave(n),
+            row_start=torch.arange(0, rows * n + 1, n, dtype=torch.int32, device=ids.device),
+            lengths=torch.full((rows,), n, dtype=torch.int32, device=ids.device),
+        )
+
+    @classmethod
+    def packed(
+        cls,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        cache: Cache,
+        *,
+        logits: str = "last",
+    ) -> Batch:
+        """A step over `cache`: rows[r] are the new token ids of row r, which stand from position starts[r] on; pages[r] its
+        pages, enough for all of them. logits: "last" token of each row, or "all"."""
+        device = cache.device
+        ids, positions, token_row, row_start, lengths, last = [], [], [], [0], [], []
+        for r, (row, start, table) in enumerate(zip(rows, starts, pages, strict=True)):
+            if start + len(row) > 256 * len(table):
+                raise ArgumentError(f"row {r}: {start + len(row)} tokens do not fit its {len(table)} pages of 256")
+            ids += row
+            positions += range(start, start + len(row))
+            token_row += [r] * len(row)
+            row_start.append(len(ids))
+            lengths.append(start + len(row))
+            last.append(len(ids) - 1)
+        width = max((len(p) for p in pages), default=1)
+        table_rows = [[*p, *([0] * (width - len(p)))] for p in pages]
+        ints = {"dtype": torch.int32, "device": device}
+        return cls(
+            ids=torch.tensor(ids, **ints), positions=torch.tensor(positions, **ints), token_row=torch.tensor(token_row, **ints),
+            row_start=torch.tensor(row_start, **ints), lengths=torch.tensor(lengths, **ints),
+            block_table=torch.tensor(table_rows, **ints).view(len(pages), width),
+            logits_at=torch.tensor(last, **ints) if logits == "last" else None, cache=cache,
+        )  # fmt: skip

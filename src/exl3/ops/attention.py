@@ -1,0 +1,115 @@
+"""Attention over the paged cache, and the cache's own reads and writes. `layer` is an `exl3.cache.Layer`, `batch` an `exl3.cache.Batch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl3.errors import ArgumentError
+from exl3.ops import blocks, checks, native, reference
+from exl3.ops.reference import PAGE, sdpa
+
+__all__ = ["attention", "cache_append", "cache_read", "sdpa"]
+
+
+def _layer(layer: Any) -> tuple[Any, ...]:
+    """The fields of exl3_cache_layer; the layer's own check made once, when the cache was built."""
+    return (
+        layer.k.data_ptr(), layer.v.data_ptr(), 0 if layer.k_scale is None else layer.k_scale.data_ptr(),
+        0 if layer.v_scale is None else layer.v_scale.data_ptr(), layer.k.shape[0], layer.kv_heads, layer.head_dim,
+        layer.k_bits, layer.v_bits, layer.compand,
+    )  # fmt: skip
+
+
+def _indices(op: str, tokens: int, batch: Any) -> tuple[int, int, int, int]:
+    """Pointers of positions, token_row, block_table and the table's row stride."""
+    positions, token_row, table = batch.positions, batch.token_row, batch.block_table
+    if table is None:
+        raise ArgumentError(f"{op}: batch.block_table is None: a step over a cache needs pages")
+    checks.tensor(op, "batch.positions", positions, checks.I32, shape=(tokens,), dense=True)
+    checks.tensor(op, "batch.token_row", token_row, checks.I32, shape=(tokens,), dense=True)
+    if table.dtype != torch.int32 or table.ndim != 2 or (table.stride(1) != 1 and table.shape[1] > 1):
+        checks.tensor(op, "batch.block_table", table, checks.I32, ndim=2, dense=True)
+    return positions.data_ptr(), token_row.data_ptr(), table.data_ptr(), table.stride(0)
+
+
+def cache_append(layer: Any, k: Tensor, v: Tensor, batch: Any) -> None:
+    """Writes k and v `(tokens, kv_heads, head_dim)` into the layer at each token's place, quantizing where the layer does (format
+    section 5). Tokens with batch.token_row -1 are skipped."""
+    op = native.serving("cache_append", k, v, layer.k, batch.positions)
+    if op is None:
+        reference.cache_append(layer, k, v, batch)
+        return
+    k_stride = checks.heads("cache_append", "k", k)
+    v_stride = checks.heads("cache_append", "v", v, (k.dtype,))
+    tokens = k.shape[0]
+    shape = (tokens, layer.kv_heads, layer.head_dim)
+    if k.shape != shape or v.shape != shape:
+        raise ArgumentError(f"cache_append: k and v must have shape {shape}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    positions, token_row, table, table_stride = _indices("cache_append", tokens, batch)
+    block = blocks.CACHE_APPEND.pack(
+        *_layer(layer),
+        k.data_ptr(),
+        v.data_ptr(),
+        k_stride,
+        v_stride,
+        positions,
+        token_row,
+        table,
+        tokens,
+        table_stride,
+        blocks.DTYPES[k.dtype],
+    )
+    native.launch(op, k.device, block, layer, k, v, batch)
+
+
+def attention(
+    q: Tensor, layer: Any, batch: Any, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal attention of packed tokens q `(tokens, heads, head_dim)` over the cache, already appended -> the same shape and dtype.
+
+    A token at position p sees positions max(0, p - window + 1) .. p of its row (window 0: all). softcap: cap * tanh(score / cap), 0 off.
+    sinks: fp32 `(heads,)`, one more logit each in the softmax, without a value. Padding tokens (token_row -1) give zeros.
+    """
+    op = native.serving("attention", q, layer.k, batch.positions, sinks)
+    if op is None:
+        return reference.attention(q, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    q_stride = checks.heads("attention", "q", q)
+    tokens, heads, head_dim = q.shape
+    if head_dim != layer.head_dim or heads % layer.kv_heads:
+        raise ArgumentError(f"attention: q {tuple(q.shape)} does not fit a cache of {layer.kv_heads} heads of {layer.head_dim}")
+    if sinks is not None:
+        checks.tensor("attention", "sinks", sinks, checks.F32, shape=(heads,), dense=True)
+    positions, token_row, table, table_stride = _indices("attention", tokens, batch)
+    y = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    head = (
+        *_layer(layer), q.data_ptr(), y.data_ptr(), q_stride, heads * head_dim, positions, token_row, table,
+        0 if sinks is None else sinks.data_ptr(),
+    )  # fmt: skip
+    tail = (tokens, heads, table_stride, blocks.DTYPES[q.dtype], scale, softcap, window)
+    nbytes = native.backend(q.device).workspace("attention", blocks.ATTENTION.pack(*head, 0, 0, *tail))
+    space = native.workspace("attention", q.device, nbytes)
+    block = blocks.ATTENTION.pack(*head, 0 if space is None else space.data_ptr(), 0 if space is None else space.numel(), *tail)
+    native.launch(op, q.device, block, layer, q, y, batch, sinks, space)
+    return y
+
+
+def cache_read(layer: Any, block_table_row: Tensor, start: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    """Positions start .. start+count-1 of the row whose pages block_table_row int32 `(pages,)` lists -> (k, v), each
+    `(count, kv_heads, head_dim)` of `dtype`, decoded."""
+    op = native.serving("cache_read", layer.k, block_table_row)
+    if op is None:
+        return reference.cache_read(layer, block_table_row, start, count, dtype)
+    checks.tensor("cache_read", "block_table_row", block_table_row, checks.I32, ndim=1, dense=True)
+    if start < 0 or count < 0 or start + count > block_table_row.shape[0] * PAGE:
+        raise ArgumentError(f"cache_read: positions {start} .. {start + count - 1} are outside the row's {block_table_row.shape[0]} pages")
+    if dtype not in blocks.DTYPES:
+        raise ArgumentError(f"cache_read: dtype must be float32, float16 or bfloat16, got {dtype}")
+    k, v = (torch.empty((count, layer.kv_heads, layer.head_dim), dtype=dtype, device=layer.k.device) for _ in range(2))
+    block = blocks.CACHE_READ.pack(
+        *_layer(layer), k.data_ptr(), v.data_ptr(), block_table_row.data_ptr(), start, count, blocks.DTYPES[dtype]
+    )
+    native.launch(op, layer.k.device, block, layer, k, v, block_table_row)
+    return k, v
