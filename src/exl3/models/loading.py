@@ -1,0 +1,111 @@
+"""`exl3.load`: a model directory on a device, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from exl3.errors import ArgumentError, MissingTensorError
+from exl3.files import Checkpoint
+from exl3.models import memory
+from exl3.models.model import Model
+from exl3.models.registry import build
+from exl3.models.tensors import Found, find_tensors
+
+
+def load(path: str | os.PathLike[str], device: torch.device | str | None = None, max_tokens: int | None = None) -> Model:
+    """Load the model in directory `path`, EXL3 or unquantized.
+
+    device      "cpu", "cuda", "cuda:1"; default: "cuda" where there is a card and kernels for it, else "cpu"
+    max_tokens  longest context to make room for, in tokens; default: the model's own, or what fits if that is less
+
+    Missing tensors raise MissingTensorError naming all of them; tensors the model does not use are named in one warning; what
+    does not fit into memory raises ResourceError before anything is allocated. Without tokenizer files the model works
+    with token ids only and a warning says so.
+    """
+    device = default_device() if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    checkpoint = Checkpoint.open(path)
+    model = build(checkpoint.config)
+    found = locate(model, checkpoint)
+    warn_unused(model, checkpoint, found)
+    need = memory.Need(resident_bytes(model, found, device), 0, memory.workspace_bytes(model))
+    memory.check(need, device, str(path))
+    model.max_tokens = context(model, need, device, max_tokens)
+    for rotary in model.rotaries.values():
+        rotary.max_tokens = model.max_tokens
+    model.place(device)
+    found.load(device, None if device.type == "cpu" else model.dtype)
+    model.eval()
+    model.path = str(path)
+    model.tokenizer = _tokenizer(checkpoint)
+    return model
+
+
+def default_device() -> torch.device:
+    """The card where there is one that kernels serve, else the CPU."""
+    if torch.cuda.is_available():
+        from exl3 import ops
+        from exl3.errors import BackendError
+
+        try:
+            ops.backend("cuda")
+            return torch.device("cuda")
+        except BackendError as error:
+            warnings.warn(f"running on the CPU: {error}", stacklevel=3)
+    return torch.device("cpu")
+
+
+def locate(model: Model, checkpoint: Checkpoint) -> Found:
+    """Find every tensor of `model` in `checkpoint`, reading none. Raises MissingTensorError naming all that is missing."""
+    model.bind(checkpoint)
+    found = find_tensors(model, model.parts, checkpoint)
+    found.raise_missing(checkpoint)
+    return found
+
+
+def warn_unused(model: Model, checkpoint: Checkpoint, found: Found) -> list[str]:
+    """Name, in one warning, the tensors this model does not use; returns them. Other parts of a checkpoint (vision) don't count."""
+    unused = [name for name in checkpoint.unused(found.used) if not name.startswith(model.other_parts)]
+    if unused:
+        named = ", ".join(unused[:20]) + (f" and {len(unused) - 20} more" if len(unused) > 20 else "")
+        warnings.warn(f"{checkpoint.path}: {len(unused)} tensors are not used by {type(model).__name__}: {named}", stacklevel=3)
+    return unused
+
+
+def resident_bytes(model: Model, found: Found, device: torch.device) -> int:
+    """Bytes the weights take on `device`: as stored; dense matrices on a card in the model's dtype."""
+    if device.type == "cpu":
+        return found.nbytes
+    total = found.nbytes
+    for _, files in found.linears.values():
+        if files.kind == "dense" and not files.tied:
+            total += 2 * files.in_features * files.out_features - files.nbytes
+    return total
+
+
+def context(model: Model, need: memory.Need, device: torch.device, max_tokens: int | None) -> int:
+    """Tokens of context to allow: what was asked, if its fp16 cache fits, or the model's own limit cut down to what fits."""
+    per_token = memory.cache_bytes_per_token(model)
+    if max_tokens is not None:
+        if max_tokens < 1:
+            raise ArgumentError(f"max_tokens is {max_tokens}, at least 1 is needed")
+        memory.check(memory.Need(need.weights_bytes, per_token * max_tokens, need.workspace_bytes), device, f"{max_tokens} tokens of context")
+        return max_tokens
+    room = memory.available_bytes(device) - memory.reserve_bytes(device) - need.total_bytes
+    fits = max(memory.PAGE, room // max(per_token, 1) // memory.PAGE * memory.PAGE)
+    return min(model.config.max_position_embeddings, fits)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    from exl3.files.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.from_directory(checkpoint.path)
+    except MissingTensorError as error:
+        warnings.warn(f"{error}; text is not available, token ids are", stacklevel=3)
+        return None
