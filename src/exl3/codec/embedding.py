@@ -28,15 +28,15 @@ def unpack_rings(rings: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     words = rings.view(torch.int16)
     scales = words[:, 0].contiguous().view(torch.float16)
     # 16 symbols fill K words; symbol r of a period starts at bit r*K
-    stream = (words[:, 1:].to(torch.int32) & 0xFFFF).view(-1, dim // 16, K)
-    symbols = torch.empty(rings.shape[0], dim // 16, 16, dtype=torch.int32, device=rings.device)
+    stream = (words[:, 1:].to(torch.int32) & 0xFFFF).view(len(rings), dim // 16, K)
+    symbols = torch.empty(len(rings), dim // 16, 16, dtype=torch.int32, device=rings.device)
     for r in range(16):
         word, bit = divmod(r * K, 16)
         symbol = stream[..., word] >> bit
         if bit + K > 16:
             symbol = symbol | (stream[..., word + 1] << (16 - bit))
         symbols[..., r] = symbol & ((1 << K) - 1)
-    symbols = symbols.view(-1, dim)
+    symbols = symbols.view(len(rings), dim)
     states = symbols.clone()
     for back in range(1, -(-16 // K)):
         states |= symbols.roll(back, dims=1) << (back * K)
@@ -49,14 +49,15 @@ def pack_rings(states: Tensor, scales: Tensor, K: int) -> Tensor:
     states = as_states(states)
     if states.dim() != 2 or states.shape[1] % 16 or tuple(scales.shape) != (states.shape[0],):
         raise ArgumentError(f"states must be (n, 16*m) and scales (n,), got {tuple(states.shape)} and {tuple(scales.shape)}")
-    symbols = (states & ((1 << K) - 1)).view(states.shape[0], -1, 16)
+    n, dim = states.shape
+    symbols = (states & ((1 << K) - 1)).reshape(n, dim // 16, 16)
     words = torch.zeros(*symbols.shape[:2], K, dtype=torch.int32, device=states.device)
     for r in range(16):
         word, bit = divmod(r * K, 16)
         words[..., word] |= (symbols[..., r] << bit) & 0xFFFF
         if bit + K > 16:
             words[..., word + 1] |= symbols[..., r] >> (16 - bit)
-    words = (words - ((words & 0x8000) << 1)).to(torch.int16).view(states.shape[0], -1)
+    words = (words - ((words & 0x8000) << 1)).to(torch.int16).view(n, dim * K // 16)
     return torch.cat([scales.half().view(torch.int16)[:, None], words], dim=1)
 
 
@@ -67,9 +68,10 @@ def embedding_decode(trellis: Tensor, signs: Tensor, hidden: int) -> Tensor:
     -> (rows, hidden) fp32. FormatError for wrong dtypes or shapes.
     """
     groups = _check_embedding(trellis, signs, hidden)
-    values = _ring_values(trellis.reshape(trellis.shape[0] * groups, -1), EMBEDDING_DIM)
-    values = rotate(values, EMBEDDING_DIM).view(trellis.shape[0], groups, EMBEDDING_DIM) * signs.float()
-    return values.view(trellis.shape[0], groups * EMBEDDING_DIM)[:, :hidden]
+    rows, width = trellis.shape
+    values = _ring_values(trellis.reshape(rows * groups, width // groups), EMBEDDING_DIM)
+    values = rotate(values, EMBEDDING_DIM).view(rows, groups, EMBEDDING_DIM) * signs.float()
+    return values.view(rows, groups * EMBEDDING_DIM)[:, :hidden]
 
 
 def embedding_encode(rows: Tensor, K: int, signs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -79,14 +81,18 @@ def embedding_encode(rows: Tensor, K: int, signs: Tensor | None = None) -> tuple
     seeded with the padded width, so that shards agree -> (trellis (n, G*(1 + 16*K)) int16, signs fp16).
     """
     _check_ring_rate(K)
+    if rows.dim() != 2 or not rows.dtype.is_floating_point or not rows.shape[1]:
+        raise ArgumentError(f"rows must be (n, hidden) floating point, got {rows.dtype} of shape {tuple(rows.shape)}")
     n, hidden = rows.shape
     groups = -(-hidden // EMBEDDING_DIM)
+    if signs is not None and tuple(signs.shape) != (groups, EMBEDDING_DIM):
+        raise ArgumentError(f"signs must be ({groups}, {EMBEDDING_DIM}) for rows of {hidden}, got {tuple(signs.shape)}")
     if signs is None:
         generator = torch.Generator().manual_seed(groups * EMBEDDING_DIM)
         signs = (1 - 2 * torch.randint(0, 2, (groups, EMBEDDING_DIM), generator=generator)).half().to(rows.device)
     padded = torch.nn.functional.pad(rows.float(), (0, groups * EMBEDDING_DIM - hidden))
     targets = rotate(padded.view(n, groups, EMBEDDING_DIM) * signs.float(), EMBEDDING_DIM)
-    return encode_rings(targets.view(n * groups, EMBEDDING_DIM), K).view(n, -1), signs
+    return encode_rings(targets.view(n * groups, EMBEDDING_DIM), K).view(n, groups * (1 + 16 * K)), signs
 
 
 def encode_rings(targets: Tensor, K: int) -> Tensor:

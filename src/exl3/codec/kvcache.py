@@ -33,7 +33,8 @@ def kv_quantize(x: Tensor, bits: int, compand: float = 0.0) -> tuple[Tensor, Ten
         u = _expand(u, compand)
     half = 1 << (bits - 1)
     codes = torch.nan_to_num(u * half + half).floor_().clamp_(0, 2 * half - 1).to(torch.int32)
-    return _pack_planes(codes, bits).view(*x.shape[:-1], -1), scale.half().view(*x.shape[:-1], -1)
+    groups = x.shape[-1] // GROUP
+    return _pack_planes(codes, bits).view(*x.shape[:-1], groups * bits), scale.half().view(*x.shape[:-1], groups)
 
 
 def kv_dequantize(codes: Tensor, scales: Tensor, bits: int, compand: float = 0.0, *, rotated: bool = False) -> Tensor:
