@@ -1,0 +1,173 @@
+"""Writing model directories: safetensors shards, atomic, with an index when there is more than one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from exl3.errors import ArgumentError, ResourceError
+
+SHARD_SIZE = 8192  # MiB; the field's usual limit
+_SLACK = 16 << 20  # bytes left free on the disk
+
+
+def check_disk(directory: str | os.PathLike[str], nbytes: int, what: str = "the output") -> None:
+    """Raise `ResourceError` unless the disk that holds `directory` (or will) has room for `nbytes` more."""
+    at = Path(directory).absolute()
+    while not at.exists():
+        at = at.parent
+    free = shutil.disk_usage(at).free
+    if free < nbytes + _SLACK:
+        raise ResourceError(f"{what} needs {nbytes / 2**20:.0f} MiB in {directory}, but the disk has {free / 2**20:.0f} MiB free")
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a small file so that either the old or the new one is there, whatever happens."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """`value` as indented JSON, keys in the order given, atomic."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """One safetensors file, atomic; tensors may lie on any device. The disk is checked first."""
+    path = Path(path)
+    check_disk(path.parent, sum(t.numel() * t.element_size() for t in tensors.values()), path.name)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _save(temporary, tensors, metadata)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
+    save_file({name: _plain(t) for name, t in tensors.items()}, path, metadata=metadata or {"format": "pt"})
+    os.chmod(path, 0o644)  # the library writes 0600
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Contiguous on the CPU, in a storage no other tensor of the file shares (the library refuses shared ones)."""
+    t = t.detach().cpu().contiguous()
+    return t.clone() if t.untyped_storage().nbytes() != t.numel() * t.element_size() else t
+
+
+class ShardWriter:
+    """Writes groups of tensors to `model-0000i-of-0000n.safetensors`, or to `model.safetensors` if one shard is enough.
+
+    A group (a transformer block, say) is never split over shards. Shards lie under hidden names until `close`, which renames
+    them and writes the index; a crash before leaves no file that a loader would take for a model.
+
+        with ShardWriter(directory, shard_size=8192) as out:
+            out.add({"model.embed_tokens.weight": table})
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], shard_size: float = SHARD_SIZE, metadata: dict[str, str] | None = None) -> None:
+        """`shard_size` in MiB, 0: everything in one file."""
+        if shard_size < 0:
+            raise ArgumentError(f"shard_size is {shard_size}; it is a size in MiB, or 0 for a single file")
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.limit = shard_size * 2**20 if shard_size else float("inf")
+        self.metadata = metadata
+        self.shards: list[tuple[Path, list[str]]] = []
+        self.total = 0  # bytes of tensors so far
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._names: set[str] = set()
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Append one group. Keeps references until its shard is written."""
+        for name in tensors:
+            if name in self._names:
+                raise ArgumentError(f"tensor {name!r} is written twice")
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self._pending and self._pending_bytes + size > self.limit:
+            self._flush()
+        self._names.update(tensors)
+        self._pending.update(tensors)
+        self._pending_bytes += size
+        self.total += size
+
+    def _flush(self) -> None:
+        path = self.directory / f".shard-{len(self.shards) + 1:05d}.{os.getpid()}.tmp"
+        check_disk(self.directory, self._pending_bytes, "the next shard")
+        self.shards.append((path, list(self._pending)))
+        _save(path, self._pending, self.metadata)
+        self._pending, self._pending_bytes = {}, 0
+
+    def close(self) -> list[Path]:
+        """Write what is left, give the shards their names, remove model files of an earlier run; returns the files."""
+        if self._pending or not self.shards:
+            self._flush()
+        n = len(self.shards)
+        names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+        index = self.directory / "model.safetensors.index.json"
+        for old in [*self.directory.glob("model.safetensors"), *self.directory.glob("model-?????-of-?????.safetensors")]:
+            old.unlink()
+        index.unlink(missing_ok=True)
+        files = []
+        for (temporary, _), name in zip(self.shards, names):
+            os.replace(temporary, self.directory / name)
+            files.append(self.directory / name)
+        if n > 1:
+            weight_map = {tensor: name for (_, tensors), name in zip(self.shards, names) for tensor in tensors}
+            write_json(index, {"metadata": {"total_size": self.total}, "weight_map": weight_map})
+        self.shards = []
+        return files
+
+    def abort(self) -> None:
+        """Remove what has been written so far."""
+        for path, _ in self.shards:
+            path.unlink(missing_ok=True)
+        self.shards, self._pending = [], {}
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.close() if kind is None else self.abort()
+
+
+def write_shards(
+    directory: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]],
+    shard_size: float = SHARD_SIZE,
+    metadata: dict[str, str] | None = None,
+) -> list[Path]:
+    """Write `tensors` (one mapping, or groups that are to stay together, e.g. from a generator) to shards of `shard_size` MiB.
+
+    A single mapping is split anywhere between tensors. Returns the files. Raises `ResourceError` when the disk is too small:
+    before the first byte for a mapping, before each shard for groups.
+    """
+    if isinstance(tensors, Mapping):
+        check_disk(directory, sum(t.numel() * t.element_size() for t in tensors.values()))
+        tensors = [{name: t} for name, t in tensors.items()]
+    out = ShardWriter(directory, shard_size, metadata)
+    try:
+        for group in tensors:
+            out.add(group)
+        return out.close()
+    except BaseException:
+        out.abort()
+        raise
