@@ -77,7 +77,8 @@ class Config:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
             raise FormatError(
-                f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"
+                f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
             )
 
     @property
@@ -124,7 +125,7 @@ def _positive(name: str, value: Any) -> Any:
 
 
 def layer_kinds(config: Config, layer_types: list[str] | None, full_every: int) -> list[str]:
-    """"sliding_attention" or "full_attention" per layer: `layer_types` where given, else every `full_every`-th layer is full (0: none)."""
+    """ "sliding_attention" or "full_attention" per layer: `layer_types` where given, else every `full_every`-th layer is full (0: none)."""
     count = config.num_hidden_layers
     if layer_types is None:
         return ["full_attention" if full_every and (i + 1) % full_every == 0 else "sliding_attention" for i in range(count)]

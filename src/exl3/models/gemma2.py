@@ -1,4 +1,5 @@
-"""Gemma 2: norms before and after each part with weights 1 + w, scaled embedding, softcapped scores and logits, every other layer windowed."""
+"""Gemma 2: norms before and after each part with weights 1 + w, scaled embedding, softcapped scores and logits, every other
+layer windowed."""
 
 from __future__ import annotations
 

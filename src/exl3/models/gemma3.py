@@ -1,4 +1,5 @@
-"""Gemma 3, text: Gemma 2 with RMSNorm over each head of q and k, five windowed layers for each full one, and a rope of its own for each kind."""
+"""Gemma 3, text: Gemma 2 with RMSNorm over each head of q and k, five windowed layers for each full one, and a rope of its own
+for each kind."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def context(model: Model, need: memory.Need, device: torch.device, max_tokens: i
     if max_tokens is not None:
         if max_tokens < 1:
             raise ArgumentError(f"max_tokens is {max_tokens}, at least 1 is needed")
-        memory.check(memory.Need(need.weights_bytes, per_token * max_tokens, need.workspace_bytes), device, f"{max_tokens} tokens of context")
+        with_cache = memory.Need(need.weights_bytes, per_token * max_tokens, need.workspace_bytes)
+        memory.check(with_cache, device, f"{max_tokens} tokens of context")
         return max_tokens
     room = memory.available_bytes(device) - memory.reserve_bytes(device) - need.total_bytes
     fits = max(memory.PAGE, room // max(per_token, 1) // memory.PAGE * memory.PAGE)

@@ -97,9 +97,9 @@ def check(need: Need, device: torch.device | str, what: str) -> None:
     have, reserve = available_bytes(device), reserve_bytes(device)
     if need.total_bytes > have - reserve:
         mib = 1 << 20
+        hint = "" if torch.device(device).type == "cuda" else ", or a smaller EXL3_HOST_MEM_RESERVE_MB"
         raise ResourceError(
-            f"{what} needs {need.total_bytes / mib:.0f} MiB on {device} (weights {need.weights_bytes / mib:.0f}, cache {need.cache_bytes / mib:.0f}, "
-            f"workspace {need.workspace_bytes / mib:.0f}); {have / mib:.0f} MiB are free, of which {reserve / mib:.0f} stay in reserve. "
-            "Use fewer max_tokens, a lower bitrate, another device"
-            + ("" if torch.device(device).type == "cuda" else ", or a smaller EXL3_HOST_MEM_RESERVE_MB")
+            f"{what} needs {need.total_bytes / mib:.0f} MiB on {device} (weights {need.weights_bytes / mib:.0f}, "
+            f"cache {need.cache_bytes / mib:.0f}, workspace {need.workspace_bytes / mib:.0f}); {have / mib:.0f} MiB are free, "
+            f"of which {reserve / mib:.0f} stay in reserve. Use fewer max_tokens, a lower bitrate, another device{hint}"
         )

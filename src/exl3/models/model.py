@@ -191,7 +191,9 @@ class Model(nn.Module):
 
     # loading
 
-    def load_block(self, index: int, checkpoint: Checkpoint, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Block:
+    def load_block(
+        self, index: int, checkpoint: Checkpoint, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Block:
         """Fill block `index` from `checkpoint` and return it; `unload_block` empties it. `dtype`: of dense matrices, default as stored."""
         block = self.model.layers[index]
         self.load_modules({block.key: block}, checkpoint, device, dtype)
@@ -210,7 +212,11 @@ class Model(nn.Module):
         self.load_modules({f"{self.decoder_key}norm": self.model.norm, self.head_key: self.lm_head}, checkpoint, device, dtype)
 
     def load_modules(
-        self, parts: dict[str, nn.Module], checkpoint: Checkpoint, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        parts: dict[str, nn.Module],
+        checkpoint: Checkpoint,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Fill `parts`, checkpoint key -> module, with few reads. Raises MissingTensorError naming all that is missing."""
         found = find_tensors(self, parts, checkpoint)

@@ -32,7 +32,8 @@ def activation(name: str) -> str:
 
 
 class MLP(nn.Module):
-    """Feed-forward layer. A fused `gate_up_proj` of the source is split by rows gate | up. Biases are used where the checkpoint holds them."""
+    """Feed-forward layer. Biases are used where the checkpoint holds them. A fused `gate_up_proj` of the source is split by rows
+    gate | up."""
 
     dtype = torch.float32  # of the intermediate values; the model sets it
 

@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies of every supported kind, and the table of one step.
 
 Formulas: linear (position interpolation), dynamic (NTK by length), llama3 (Llama 3.1), yarn (arXiv 2309.00071), longrope
-(arXiv 2402.13753). Where sources differ, transformers' reading is taken: YaRN's attention factor is the ratio of the two mscales when both are
-given, else 0.1 ln(factor) + 1.
+(arXiv 2402.13753). Where sources differ, transformers' reading is taken: YaRN's attention factor is the ratio of the two mscales
+when both are given, else 0.1 ln(factor) + 1.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _longrope(settings: dict[str, Any], dim: int, length: int | None) -> tuple[T
     short, long, trained = _need(settings, "short_factor", "long_factor", "original_max_position_embeddings")
     for key, factors in (("short_factor", short), ("long_factor", long)):
         if not isinstance(factors, list) or len(factors) != dim // 2:
-            raise FormatError(f"config.json: rope {key} needs {dim // 2} numbers, has {len(factors) if isinstance(factors, list) else factors!r}")
+            have = len(factors) if isinstance(factors, list) else repr(factors)
+            raise FormatError(f"config.json: rope {key} needs {dim // 2} numbers, has {have}")
     factor = settings.get("factor") or _need(settings, "max_position_embeddings")[0] / trained
     scale = settings.get("attention_factor")
     if scale is None:
