@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from exl3.cache import PAGE
 from exl3.errors import ArgumentError, MissingTensorError
 from exl3.files import Checkpoint
 from exl3.models import memory
@@ -36,8 +37,6 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     need = memory.Need(resident_bytes(model, found, device), 0, memory.workspace_bytes(model))
     memory.check(need, device, str(path))
     model.max_tokens = context(model, need, device, max_tokens)
-    for rotary in model.rotaries.values():
-        rotary.max_tokens = model.max_tokens
     model.place(device)
     found.load(device, None if device.type == "cpu" else model.dtype)
     model.eval()
@@ -98,7 +97,7 @@ def context(model: Model, need: memory.Need, device: torch.device, max_tokens: i
         memory.check(with_cache, device, f"{max_tokens} tokens of context")
         return max_tokens
     room = memory.available_bytes(device) - memory.reserve_bytes(device) - need.total_bytes
-    fits = max(memory.PAGE, room // max(per_token, 1) // memory.PAGE * memory.PAGE)
+    fits = max(PAGE, room // max(per_token, 1) // PAGE * PAGE)
     return min(model.config.max_position_embeddings, fits)
 
 

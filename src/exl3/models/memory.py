@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
+from exl3.cache import Cache
 from exl3.errors import ResourceError
-
-PAGE = 256
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -63,13 +62,8 @@ def reserve_bytes(device: torch.device | str) -> int:
 
 
 def cache_bytes_per_token(model: Any, k_bits: int = 16, v_bits: int = 16) -> int:
-    """Bytes one token takes in the cache, all layers: codes of k_bits and v_bits, and a fp16 scale per 32 values below 16 bits."""
-    total = 0
-    for kv_heads, head_dim in model.cache_shapes:
-        values = kv_heads * head_dim
-        for bits in (k_bits, v_bits):
-            total += values * 2 if bits == 16 else values // 32 * (4 * bits + 2)
-    return total
+    """Bytes one token takes in the cache, all layers."""
+    return sum(Cache.bytes_per_token(heads, head_dim, k_bits, v_bits) for heads, head_dim in model.cache_shapes)
 
 
 @dataclass(frozen=True)

@@ -260,11 +260,13 @@ class Model(nn.Module):
             block.key = f"{self.decoder_key}layers.{block.layer}"
 
     def place(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-        """Set the device and the dtype between operations, before or after loading; moves nothing."""
+        """Set the device and the dtype between operations, and tell the rotary tables `max_tokens`; moves nothing."""
         self.device = torch.device(device)
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else self.gpu_dtype)
         for block in self.model.layers:
             block.set_dtype(self.dtype)
+        for rotary in self.rotaries.values():
+            rotary.max_tokens = self.max_tokens
 
     @property
     def cache_shapes(self) -> list[tuple[int, int]]:

@@ -146,8 +146,9 @@ def frequencies(settings: dict[str, Any], dim: int, length: int | None = None) -
 class Rotary:
     """The rotary embedding of one kind of layer; all its layers share the table of a step, kept in `batch.tables[self.name]`.
 
-    `longrope` chooses short or long frequencies per row by the row's length. `dynamic` depends on the length too: a
-    whole-sequence pass uses its longest row, a cached one `max_tokens`, so that all keys of a conversation agree.
+    Two kinds depend on the length of the sequence. A whole-sequence pass takes the length that is there: longrope that of each
+    row, dynamic that of the longest row. A pass over a cache takes `max_tokens`, the longest context this load allows, so that all
+    keys of a conversation are rotated alike, however the prompt was cut into chunks and whoever shares its pages.
     """
 
     def __init__(self, settings: dict[str, Any], head_dim: int, *, name: str = "default", interleaved: bool = False) -> None:
@@ -158,28 +159,27 @@ class Rotary:
         if self.dim < 2 or self.dim % 2 or self.dim > head_dim:
             raise FormatError(f"config.json: rotary dimension {self.dim} of head_dim {head_dim}: an even number up to head_dim is needed")
         self.max_tokens: int | None = None
-        self._on: dict[tuple[torch.device, int | None], tuple[Any, ...]] = {}
+        self._on: dict[tuple[torch.device, int | None], tuple[Tensor, float]] = {}
         self._frequencies(torch.device("cpu"), None)  # unknown kinds and missing keys fail when the model is built
 
-    def _frequencies(self, device: torch.device, length: int | None) -> tuple[Tensor, float, tuple[Tensor, float, int] | None]:
+    def _frequencies(self, device: torch.device, length: int | None) -> tuple[Tensor, float]:
         if (device, length) not in self._on:
             inv_freq, scale = frequencies(self.settings, self.dim, length)
-            long = None
-            if self.settings["rope_type"] == "longrope":
-                trained = int(self.settings["original_max_position_embeddings"])
-                inv_freq_long, scale_long = frequencies(self.settings, self.dim, trained + 1)
-                long = (inv_freq_long.to(device), scale_long, trained)
-            self._on[device, length] = (inv_freq.to(device), scale, long)
-        return self._on[device, length]  # type: ignore[return-value]
+            self._on[device, length] = (inv_freq.to(device), scale)
+        return self._on[device, length]
 
     def fill(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Compute (cos, sin), each `(tokens, dim / 2)` fp32, for `batch` and leave them in its tables."""
-        length = None
-        if self.settings["rope_type"] == "dynamic":
-            length = int(batch.lengths.max()) if batch.cache is None else self.max_tokens
-        inv_freq, scale, long = self._frequencies(batch.positions.device, length)
-        if long is not None:
-            long = (*long, batch.token_row, batch.lengths)
+        kind, device = self.settings["rope_type"], batch.positions.device
+        length, long = None, None
+        if kind in ("dynamic", "longrope") and batch.cache is not None:
+            length = self.max_tokens
+        elif kind == "dynamic":
+            length = int(batch.lengths.max())
+        elif kind == "longrope":
+            trained = int(self.settings["original_max_position_embeddings"])
+            long = (*self._frequencies(device, trained + 1), trained, batch.token_row, batch.lengths)
+        inv_freq, scale = self._frequencies(device, length)
         batch.tables[self.name] = ops.rotary_table(batch.positions, inv_freq, scale, long=long)
         return batch.tables[self.name]
 
