@@ -1,0 +1,98 @@
+// From trellis bits to weights (format 2 and 3), and whole matrices out of it.
+#pragma once
+#include "numbers.h"
+
+// The value of a 16-bit state, rounded to fp16 as the format defines it.
+GPU_FN float code_value(uint32_t state, int codebook, uint32_t multiplier) {
+  uint32_t p = state * multiplier;
+  if (codebook == EXL3_MUL1) {
+    const uint32_t sum = (p & 255) + ((p >> 8) & 255) + ((p >> 16) & 255) + (p >> 24);
+    // exact in fp32: 11 bits times 11 bits, so one rounding, to fp16
+    return half_to_float(float_to_half((float)(1024 + sum) * 0.00676727294921875f - 10.3828125f));
+  }
+  if (codebook == EXL3_3INST) p += 64248484u;
+  p = (p & 0x8fff8fffu) ^ 0x3b603b60u;
+  return half_to_float(float_to_half(half_to_float((uint16_t)p) + half_to_float((uint16_t)(p >> 16))));
+}
+
+// State of stream position i of a tile of 4*k2 words: the 16 ring bits that end with the position's own (format 2.2).
+GPU_FN uint32_t state_at(const uint32_t* tile, int k2, int i) {
+  const int words = 4 * k2, end = ((i + 1) * k2) >> 1;
+  int at = end - 16;
+  if (at < 0) at += 32 * words;
+  const int a = at >> 5, o = at & 31;
+  const uint32_t high = tile[a], low = tile[a + 1 == words ? 0 : a + 1];
+  return (uint32_t)((((uint64_t)high << 32 | low) >> (48 - o)) & 0xffff);
+}
+
+// Place of (row, column) of a tile in stream order (format 2.1).
+GPU_FN int stream_position(int r, int c) {
+  const int j = (r & 1) + 2 * (r >> 3) + 4 * (c >> 3), t = ((r & 7) >> 1) + 4 * (c & 7);
+  return 8 * t + j;
+}
+
+struct ReconstructArgs {
+  exl3_weight weight;
+  void* out;
+  int32_t dtype, original_basis;
+};
+
+// Rotated basis: one warp a tile, eight values a lane.
+GPU_FN void reconstruct(const ReconstructArgs& a) {
+  begin_kernel();
+  const exl3_weight& w = a.weight;
+  const int columns = w.out_padded / 16, lane = lane_id();
+  const int64_t tile = (int64_t)block_x() * 8 + warp_id();
+  if (tile >= (int64_t)(w.in_padded / 16) * columns) return;
+  const uint32_t* words = (const uint32_t*)w.trellis + tile * 4 * w.k2;
+  const int64_t row0 = tile / columns * 16, column0 = tile % columns * 16;
+  for (int j = 0; j < 8; j++) {
+    const int64_t r = row0 + 2 * (lane & 3) + (j & 1) + 8 * ((j >> 1) & 1), c = column0 + (lane >> 2) + 8 * (j >> 2);
+    store(a.out, r * w.out_padded + c, a.dtype, code_value(state_at(words, w.k2, 8 * lane + j), w.codebook, w.multiplier));
+  }
+}
+
+// Original basis: one block of 256 threads a square of 128. Warp w holds columns 16w .. 16w+15, lane l rows 4l .. 4l+3 of them.
+GPU_FN void reconstruct_original(const ReconstructArgs& a) {
+  constexpr int kPass = 4;  // columns a warp shows to the others at a time
+  GPU_SHARED(float, space, 8 * kPass * 128);
+  begin_kernel();
+  const exl3_weight& w = a.weight;
+  const int lane = lane_id(), warp = warp_id(), columns = w.out_padded / 16;
+  const uint32_t* words = (const uint32_t*)w.trellis + ((int64_t)(block_y() * 8 + lane / 4) * columns + block_x() * 8 + warp) * 4 * w.k2;
+  float v[16][4];
+  for (int c = 0; c < 16; c++) {
+    for (int e = 0; e < 4; e++)
+      v[c][e] = code_value(state_at(words, w.k2, stream_position((4 * lane + e) & 15, c)), w.codebook, w.multiplier);
+    hadamard128(v[c]);  // down the rows
+  }
+  for (int m = 1; m < 16; m <<= 1)  // along the columns of this warp
+    for (int c = 0; c < 16; c++)
+      if (!(c & m))
+        for (int e = 0; e < 4; e++) {
+          const float p = v[c][e], q = v[c | m][e];
+          v[c][e] = p + q;
+          v[c | m][e] = p - q;
+        }
+  const uint16_t* suh = (const uint16_t*)w.suh;
+  const uint16_t* svh = (const uint16_t*)w.svh;
+  for (int pass = 0; pass < 16; pass += kPass) {  // and across the eight warps
+    block_sync();
+    for (int c = 0; c < kPass; c++)
+      for (int e = 0; e < 4; e++) space[(warp * kPass + c) * 128 + 4 * lane + e] = v[pass + c][e];
+    block_sync();
+    for (int c = 0; c < kPass; c++)
+      for (int e = 0; e < 4; e++) {
+        float sum = 0.f;
+        for (int k = 0; k < 8; k++) {
+          const int s = k & warp;
+          const float u = space[(k * kPass + c) * 128 + 4 * lane + e];
+          sum += ((s ^ (s >> 1) ^ (s >> 2)) & 1) ? -u : u;
+        }
+        const int row = block_y() * 128 + 4 * lane + e, column = block_x() * 128 + 16 * warp + pass + c;
+        if (row < w.in_features && column < w.out_features)
+          store(a.out, (int64_t)row * w.out_features + column, a.dtype,
+                sum * 0.0078125f * half_to_float(suh[row]) * half_to_float(svh[column]));
+      }
+  }
+}

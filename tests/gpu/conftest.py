@@ -1,0 +1,27 @@
+"""The kernel tests run twice where they can: on the CPU emulator (portable kernels only) and on an NVIDIA GPU (marker gpu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import Library, cuda_library, emulated_library
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: Any) -> Library:
+    return Library(emulated_library(tmp_path_factory.mktemp("emulated")), "cpu")
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Library:
+    path = cuda_library()
+    if not torch.cuda.is_available() or path is None:
+        pytest.skip("needs an NVIDIA GPU and libexl3_cuda.so")
+    return Library(path, "cuda")
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def lib(request: Any) -> Library:
+    return request.getfixturevalue(request.param)
