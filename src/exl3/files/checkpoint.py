@@ -14,8 +14,8 @@ from torch import Tensor
 
 from exl3.errors import FormatError, MissingTensorError, UnsupportedError
 from exl3.files.config import eos_ids, read_config, read_generation_config, tie_flag
-from exl3.files.linears import FP8, HALF_RATES, MULTIPLIERS, LinearFiles, Piece, load_linears, pad128
-from exl3.files.safetensors import TensorInfo, read_directory
+from exl3.files.linears import FP8, HALF_RATES, MARKERS, LinearFiles, Piece, load_linears, pad128
+from exl3.files.safetensors import TensorInfo, paused_gc, read_directory
 from exl3.files.slabs import read_tensors
 
 if TYPE_CHECKING:
@@ -71,10 +71,11 @@ class Checkpoint:
         directory, no config, a shard of the index absent), `FormatError` (anything that contradicts itself or the format).
         """
         path = Path(path)
-        tensors, metadata, adapters = read_directory(path)
-        checkpoint = cls(path, read_config(path), read_generation_config(path), tensors, metadata, adapters)
-        for key in checkpoint.exl3_keys():
-            checkpoint._exl3(key)
+        with paused_gc():
+            tensors, metadata, adapters = read_directory(path)
+            checkpoint = cls(path, read_config(path), read_generation_config(path), tensors, metadata, adapters)
+            for key in checkpoint.exl3_keys():
+                checkpoint._exl3(key)
         return checkpoint
 
     @property
@@ -188,7 +189,7 @@ class Checkpoint:
                 names[packed] = f"{key}.{packed}"
             else:
                 raise MissingTensorError(f"{where}.trellis is there but {key}.{full} is in none of the files")
-        markers = [marker for marker in MULTIPLIERS if f"{key}.{marker}" in tensors]
+        markers = [marker for marker in MARKERS if f"{key}.{marker}" in tensors]
         if len(markers) == 2:
             raise FormatError(f"{where} has both codebook markers, .mcg and .mul1; the file is damaged")
         for marker in markers:
@@ -227,7 +228,7 @@ class Checkpoint:
     def multipliers(self) -> dict[str, int]:
         """The values of all codebook markers, tensor name -> unsigned 32-bit multiplier; read once, together."""
         if self._markers is None:
-            names = [f"{key}.{m}" for key in self.exl3_keys() for m in MULTIPLIERS if f"{key}.{m}" in self.tensors]
+            names = [f"{key}.{m}" for key in self.exl3_keys() for m in MARKERS if f"{key}.{m}" in self.tensors]
             self._markers = {name: int(t.view(torch.int32).item()) & 0xFFFFFFFF for name, t in self.read(names).items()}
         return self._markers
 
@@ -357,7 +358,9 @@ class Checkpoint:
             head = self.linear(key, alternative, shape=shape)
             if tied and head.kind == "dense" and f"{embedding}.weight" in self.tensors:
                 if self._same_bytes(head.names["weight"], f"{embedding}.weight"):
-                    return replace(head, tied="bias" not in head.names)
+                    if "bias" not in head.names:
+                        return replace(self.linear(embedding, shape=shape), tied=True, covers=(*head.covers, f"{embedding}.weight"))
+                    return head
                 warnings.warn(
                     f"{self.path}: tie_word_embeddings is true but {head.key} differs from {embedding}; the head is used", stacklevel=2
                 )

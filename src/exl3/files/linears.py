@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exl3.codec import unpack_signs
 from exl3.errors import FormatError, NumericalError
 from exl3.files.safetensors import TensorInfo
 from exl3.files.slabs import read_tensors
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 HALF_RATES = (24, 40, 56)  # trellis widths of K = 1.5, 2.5, 3.5
-MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+MARKERS = ("mcg", "mul1")
 
 
 def pad128(n: int) -> int:
@@ -91,7 +92,7 @@ def load_linears(
     for linear in linears.values():
         if linear.kind == "exl3":
             assert linear.infos is not None
-            wanted |= {linear.names[role]: info for role, info in linear.infos.items() if role not in MULTIPLIERS}
+            wanted |= {linear.names[role]: info for role, info in linear.infos.items() if role not in MARKERS}
         else:
             for piece in linear.pieces:
                 wanted |= _piece_infos(piece)
@@ -121,12 +122,6 @@ def _exl3_tensors(linear: LinearFiles, raw: Mapping[str, Tensor]) -> dict[str, T
     if "bias" in names:
         result["bias"] = raw[names["bias"]][: linear.out_features].float()
     return result
-
-
-def unpack_signs(words: Tensor) -> Tensor:
-    """Legacy packed signs: int16 `(n / 16,)` -> fp16 `(n,)`; bit i of word j is channel 16 j + i, 1 means -1 (spec 1.5)."""
-    bits = (words.to(torch.int32)[:, None] >> torch.arange(16, dtype=torch.int32, device=words.device)) & 1
-    return (1 - 2 * bits).to(torch.float16).flatten()
 
 
 def _dense_tensors(linear: LinearFiles, raw: Mapping[str, Tensor], dtype: torch.dtype | None, check: bool) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from exl3.errors import FormatError, ResourceError
-from exl3.files.safetensors import TensorInfo
+from exl3.files.safetensors import TensorInfo, paused_gc
 
 ALIGNMENT = 256  # bytes; what the kernels ask of every tensor
 SLAB = 512 << 20  # bytes; a larger tensor gets a slab of its own
@@ -57,7 +57,8 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
     device = torch.device(device)
     if device.type == "meta":
         return {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
-    places, sizes, reads = _plan(infos)
+    with paused_gc():
+        places, sizes, reads = _plan(infos)
     slabs = [_aligned_empty(size, device) for size in sizes]
     if staged or (staged is None and device.type != "cpu"):
         _run(reads, lambda: _Staging(slabs, device))
@@ -65,9 +66,10 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
         views = [memoryview(slab.numpy()) for slab in slabs]
         _run(reads, lambda: lambda fd, read: _fill(fd, read, views[read.slab], 0))
     result = {}
-    for name, info in infos.items():
-        slab, start = places[name]
-        result[name] = slabs[slab][start : start + info.nbytes].view(info.dtype).view(info.shape)
+    with paused_gc():
+        for name, info in infos.items():
+            slab, start = places[name]
+            result[name] = slabs[slab][start : start + info.nbytes].view(info.dtype).view(info.shape)
     return result
 
 

@@ -1,0 +1,143 @@
+"""Writing: shards, index, atomicity, disk space. What is written is read back by the safetensors library."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from exl3.errors import ArgumentError, ResourceError
+from exl3.files import Checkpoint, ShardWriter, check_disk, read_header, write_shards, write_tensors
+from exl3.files.shards import write_json
+
+MIB = 1 << 20
+T = {f"t{i}": torch.randn(MIB // 8, dtype=torch.float32) for i in range(5)}  # half a MiB each
+
+
+def listing(directory):
+    return sorted(p.name for p in directory.iterdir())
+
+
+def union(files):
+    return {name: t for f in files for name, t in load_file(f).items()}
+
+
+@pytest.mark.parametrize("size,shards", [(0, 1), (8192, 1), (1, 3), (0.5, 5), (0.1, 5), (2, 2)])
+def test_sharding(tmp_path, size, shards):
+    files = write_shards(tmp_path, T, size)
+    names = ["model.safetensors"] if shards == 1 else [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    assert [f.name for f in files] == names
+    got = union(files)
+    assert got.keys() == T.keys() and all(torch.equal(got[n], t) for n, t in T.items())
+    index = tmp_path / "model.safetensors.index.json"
+    assert listing(tmp_path) == sorted([*names, *([index.name] if shards > 1 else [])])
+    if shards > 1:
+        written = json.loads(index.read_text())
+        assert written["metadata"] == {"total_size": 5 * MIB // 2}
+        assert (
+            all(name in load_file(tmp_path / shard) for name, shard in written["weight_map"].items())
+            and written["weight_map"].keys() == T.keys()
+        )
+    assert all(os.stat(f).st_mode & 0o777 == 0o644 for f in files)
+    assert read_header(files[0]).metadata == {"format": "pt"}
+
+
+def test_a_group_is_never_split(tmp_path):
+    groups = [{"a": T["t0"], "b": T["t1"], "c": T["t2"]}, {"d": T["t3"]}, {"e": T["t4"]}]
+    files = write_shards(tmp_path, iter(groups), 1)
+    assert [sorted(load_file(f)) for f in files] == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_a_second_run_replaces_the_first(tmp_path):
+    write_shards(tmp_path, T, 0.5)
+    (tmp_path / "model-mtp.safetensors").write_bytes(b"the user's own")
+    write_shards(tmp_path, {"x": T["t0"]}, 0)
+    assert listing(tmp_path) == ["model-mtp.safetensors", "model.safetensors"]
+
+
+def test_failure_leaves_the_old_files(tmp_path):
+    write_shards(tmp_path, {"old": T["t0"]})
+
+    def broken():
+        yield {"a": T["t0"]}
+        yield {"b": T["t1"]}
+        raise RuntimeError("conversion failed")
+
+    with pytest.raises(RuntimeError, match="conversion failed"):
+        write_shards(tmp_path, broken(), 0.5)
+    assert listing(tmp_path) == ["model.safetensors"] and list(load_file(tmp_path / "model.safetensors")) == ["old"]
+    with pytest.raises(ZeroDivisionError), ShardWriter(tmp_path, 0.5) as out:
+        out.add({"a": T["t0"]})
+        out.add({"b": T["t1"]})
+        assert listing(tmp_path) != ["model.safetensors"], "a shard should be under way"
+        raise ZeroDivisionError
+    assert listing(tmp_path) == ["model.safetensors"]
+
+
+def test_half_written_shards_are_no_model(tmp_path):
+    """A process that dies leaves hidden files that no loader takes for weights."""
+    out = ShardWriter(tmp_path, 0.5)
+    out.add({"a": T["t0"]})
+    out.add({"b": T["t1"]})
+    assert not list(tmp_path.glob("*.safetensors"))
+    (tmp_path / "config.json").write_text("{}")
+    write_tensors(tmp_path / "other.safetensors", {"c": T["t2"]})
+    assert list(Checkpoint.open(tmp_path).tensors) == ["c"]
+
+
+def test_views_transposes_and_shared_storage(tmp_path):
+    base = torch.arange(64, dtype=torch.int16)
+    tensors = {
+        "head": base[:16],
+        "tail": base[8:],
+        "t": base.view(8, 8).T,
+        "scalar": torch.tensor(7, dtype=torch.int32),
+        "empty": torch.empty(0, 3),
+    }
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    got = load_file(tmp_path / "x.safetensors")
+    assert all(got[n].shape == t.shape and torch.equal(got[n], t) for n, t in tensors.items())
+
+
+def test_same_tensors_same_bytes(tmp_path):
+    for name in "ab":
+        write_shards(tmp_path / name, T, 1)
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in listing(tmp_path / "a"))
+
+
+def test_names_twice_and_bad_sizes(tmp_path):
+    with pytest.raises(ArgumentError, match="'a' is written twice"):
+        write_shards(tmp_path, [{"a": T["t0"]}, {"a": T["t1"]}])
+    with pytest.raises(ArgumentError, match="shard_size is -1"):
+        write_shards(tmp_path, T, -1)
+    assert listing(tmp_path) == []
+
+
+def test_disk_is_checked_before_the_first_byte(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(100 * MIB, 82 * MIB, 18 * MIB))
+    check_disk(tmp_path / "not" / "yet" / "there", 2 * MIB)
+    with pytest.raises(ResourceError, match=r"the output needs 2 MiB.*18 MiB free"):
+        write_shards(tmp_path / "out", T)
+    assert listing(tmp_path) == []
+    with pytest.raises(ResourceError, match=r"x\.safetensors needs"):
+        write_tensors(tmp_path / "x.safetensors", T)
+    assert listing(tmp_path) == []
+
+
+def test_json_is_atomic(tmp_path):
+    write_json(tmp_path / "x.json", {"a": "ü", "b": [1]})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ü", "b": [1]} and listing(tmp_path) == ["x.json"]
+
+
+def test_round_trip_through_a_checkpoint(tmp_path):
+    write_shards(tmp_path, T, 1)
+    (tmp_path / "config.json").write_text("{}")
+    c = Checkpoint.open(tmp_path)
+    assert c.file_count == 3 and all(torch.equal(t, T[n]) for n, t in c.read(T).items())
