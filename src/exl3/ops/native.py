@@ -14,6 +14,7 @@ from torch import Tensor
 
 from exl3.errors import ArgumentError, BackendError
 from exl3.ops import blocks
+from exl3.settings import debug_log
 
 Operation = Callable[[bytes, int], None]
 
@@ -41,6 +42,7 @@ class Backend:
         self.describe: Callable[[int], str] = library.describe
         self.repack_bytes: Callable[[int], int] = library.repack_bytes
         self.workspace: Callable[[str, bytes], int] = library.workspace
+        debug_log("backend").debug("opened %s: %s, %s", path, self.name, self.build)
 
 
 _lock = threading.Lock()
