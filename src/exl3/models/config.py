@@ -23,6 +23,8 @@ LIMITS = {
     "max_position_embeddings": 1 << 30,
     "sliding_window": 1 << 30,
 }
+# keys in which 0 means "none"
+MAY_BE_ZERO = {"sliding_window", "sliding_window_pattern", "max_window_layers", "attn_logit_softcapping", "final_logit_softcapping"}
 
 
 @dataclass(kw_only=True)
@@ -101,7 +103,7 @@ def _required(f: Any) -> bool:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type; ints and floats must be positive and within LIMITS."""
+    """`value` as the field's type; numbers must be positive, finite and within LIMITS."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
         kind = typing.get_origin(kind) or kind
@@ -119,8 +121,9 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _positive(name: str, value: Any) -> Any:
-    if not 0 < value <= LIMITS.get(name, 1 << 40):
-        raise FormatError(f"config.json: {name} is {value}, a value above 0 and up to {LIMITS.get(name, 1 << 40)} is needed")
+    limit = LIMITS.get(name, 1 << 40)
+    if not 0 <= value <= limit or (value == 0 and name not in MAY_BE_ZERO):
+        raise FormatError(f"config.json: {name} is {value}, a value above 0 and up to {limit} is needed")
     return value
 
 

@@ -17,6 +17,19 @@ from torch import Tensor
 from exl3 import ops
 from exl3.errors import FormatError, UnsupportedError
 
+NUMBERS = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+
 
 def rope_parameters(config: dict[str, Any], kind: str | None = None, *, theta: float = 10000.0, partial: float = 1.0) -> dict[str, Any]:
     """The rope settings of `config` in one spelling: a dict with rope_type, rope_theta, partial_rotary_factor and the kind's own keys.
@@ -44,7 +57,14 @@ def rope_parameters(config: dict[str, Any], kind: str | None = None, *, theta: f
     for key in ("max_position_embeddings", "original_max_position_embeddings"):
         if found.get(key) is None and config.get(key) is not None:
             found[key] = config[key]
+    for key in NUMBERS:
+        if found.get(key) is not None and not _positive(found[key]):
+            raise FormatError(f"config.json: {key} of the rope settings is {found[key]!r}, a number above 0 is needed")
     return found
+
+
+def _positive(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
 
 
 def _powers(base: float, dim: int) -> Tensor:
@@ -76,6 +96,8 @@ def _dynamic(settings: dict[str, Any], dim: int, length: int | None) -> tuple[Te
 
 def _llama3(settings: dict[str, Any], dim: int, length: int | None) -> tuple[Tensor, float]:
     factor, low, high, trained = _need(settings, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if high <= low:
+        raise FormatError(f"config.json: rope high_freq_factor {high} must be above low_freq_factor {low}")
     inv_freq = 1.0 / _powers(settings["rope_theta"], dim)
     turns = trained * inv_freq / (2 * math.pi)  # full turns within the trained length
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -110,9 +132,9 @@ def _yarn(settings: dict[str, Any], dim: int, length: int | None) -> tuple[Tenso
 def _longrope(settings: dict[str, Any], dim: int, length: int | None) -> tuple[Tensor, float]:
     short, long, trained = _need(settings, "short_factor", "long_factor", "original_max_position_embeddings")
     for key, factors in (("short_factor", short), ("long_factor", long)):
-        if not isinstance(factors, list) or len(factors) != dim // 2:
+        if not isinstance(factors, list) or len(factors) != dim // 2 or not all(map(_positive, factors)):
             have = len(factors) if isinstance(factors, list) else repr(factors)
-            raise FormatError(f"config.json: rope {key} needs {dim // 2} numbers, has {have}")
+            raise FormatError(f"config.json: rope {key} needs {dim // 2} numbers above 0, has {have}")
     factor = settings.get("factor") or _need(settings, "max_position_embeddings")[0] / trained
     scale = settings.get("attention_factor")
     if scale is None:
