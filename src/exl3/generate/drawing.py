@@ -1,0 +1,149 @@
+"""Draws the next token of many rows: what each job's sampler asks for, in one native call where it can be."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exl3 import ops
+from exl3.errors import NumericalError
+from exl3.generate.job import Job
+from exl3.generate.sampling import State, apply_mask, check_finite, uniform
+
+_MAX_HISTORY = 8192  # longer histories go step by step: copying them for every row would cost more than it saves
+_GREEDY = ops.pack_sample_params([ops.SampleParams(temperature=0.0)]).numpy().tobytes()
+
+Drawn = tuple[int, Any] | Exception
+
+
+class Drawer:
+    """Draws tokens from logits `(rows, vocab)` fp32. `vocab`: ids the tokenizer has; columns beyond are padding and never drawn."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self.fused = os.environ.get("EXL3_FUSED_SAMPLER", "1") != "0"
+
+    def draw(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]]) -> list[Drawn]:
+        """One token for each (job, row, offset): `offset` counts draft tokens before it. An error of one row is returned in its place."""
+        if logits.shape[1] > self.vocab:
+            logits[:, self.vocab :] = -math.inf
+        out: list[Any] = [None] * len(rows)
+        fused: list[int] = []
+        extras: dict[int, Tensor] = {}
+        for i, (job, row, offset) in enumerate(rows):
+            try:
+                if job.wants_extra:
+                    extras[i] = logits[row].clone()
+                if job.forced:
+                    out[i] = job.forced.pop(0)
+                    continue
+                plain = not (job.filters or job.blocked or job.healing or job.min_new_tokens > job.new_tokens)
+                if not plain:
+                    self._restrict(logits[row], job)
+                past = self._history(job)
+                if self.fused and past is not None:
+                    if job.plan.before:
+                        self._run(job.plan.before, logits, row, job, offset)
+                    fused.append(i)
+                else:
+                    out[i] = self._step_by_step(logits[row], job, offset)
+            except Exception as error:  # one job's filter or sampler must not end the others
+                out[i] = error
+        if fused:
+            self._draw_fused(logits, rows, fused, out)
+        return [o if isinstance(o, Exception) else (o, self._extra(rows[i][0], extras.get(i), o)) for i, o in enumerate(out)]
+
+    def _restrict(self, row: Tensor, job: Job) -> None:
+        """Masks what may not come: filters, tokens blocked by banned strings, end tokens before the minimum, pieces that don't heal."""
+        for i, f in enumerate(job.filters):
+            mask = job.masks[i] if i < len(job.masks) else f.mask()
+            apply_mask(row, mask.result() if isinstance(mask, Future) else mask)
+        gone = set(job.blocked.get(job.n, ()))
+        if job.new_tokens < job.min_new_tokens:
+            gone |= job.stop_tokens
+        if gone:
+            row[[g for g in gone if g < len(row)]] = -math.inf
+        if job.healing is not None:
+            keep = job.generator.pieces.starting_with(job.healing)
+            kept = row[keep]
+            row.fill_(-math.inf)
+            row[keep] = kept
+
+    def _history(self, job: Job) -> np.ndarray | None:
+        """Tokens the fused penalties look at (maybe none); None if the job's sampler can't run fused."""
+        plan = job.plan
+        if plan.params is None:
+            return None
+        if not plan.history:
+            return job.ids[:0]
+        past = job.ids[max(0, job.n - plan.history) : job.n]
+        return past if len(past) <= _MAX_HISTORY else None
+
+    def _state(self, row: Tensor, job: Job, offset: int, u: float = 0.5) -> State:
+        return State(row, job.ids[: job.n + offset], u, job.memory)
+
+    def _run(self, steps: Sequence[Any], logits: Tensor, row: int, job: Job, offset: int) -> None:
+        state = self._state(logits[row], job, offset)
+        for step in steps:
+            step.run(state)
+        logits[row].copy_(state.logits)
+
+    def _step_by_step(self, row: Tensor, job: Job, offset: int) -> int:
+        check_finite(row, f"job {job.serial_number}: logits of token {job.new_tokens + offset}")
+        state = self._state(row, job, offset, uniform(job.seed, job.counter(offset)))
+        return job.sampler.draw(state)
+
+    def _draw_fused(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]], chosen: list[int], out: list[Any]) -> None:
+        at = [rows[i][1] for i in chosen]
+        first, count = at[0], len(at)
+        part = logits[first : first + count] if at == list(range(first, first + count)) else logits.index_select(0, torch.tensor(at, device=logits.device))
+        data = bytearray()
+        longest = 0
+        for i in chosen:
+            job, _, offset = rows[i]
+            data += job.param_bytes()
+            data += job.counter(offset).to_bytes(8, "little")
+            longest = max(longest, job.plan.history)
+        params = torch.frombuffer(data, dtype=torch.uint8).view(count, -1)
+        history = lengths = None
+        if longest:
+            history, lengths = self._pack_history([rows[i] for i in chosen], logits.device)
+        ids, _ = ops.sample(part, params.to(logits.device), history, lengths)
+        for i, token in zip(chosen, ids.tolist()):
+            out[i] = token if token >= 0 else self._bad_row(logits, rows[i])
+
+    def _pack_history(self, rows: Sequence[tuple[Job, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+        past = [job.ids[max(0, job.n + offset - job.plan.history) : job.n + offset] if job.plan.history else job.ids[:0] for job, _, offset in rows]
+        table = np.zeros((len(rows), max(1, *map(len, past)) if len(past) > 1 else max(1, len(past[0]))), np.int32)
+        for r, ids in enumerate(past):
+            table[r, : len(ids)] = ids
+        lengths = np.array([len(p) for p in past], np.int32)
+        return torch.from_numpy(table).to(device), torch.from_numpy(lengths).to(device)
+
+    def _bad_row(self, logits: Tensor, row: tuple[Job, int, int]) -> Exception:
+        job, at, offset = row
+        try:
+            check_finite(logits[at], f"job {job.serial_number}: logits of token {job.new_tokens + offset}")
+        except NumericalError as error:
+            return error
+        return NumericalError(f"job {job.serial_number}: the sampler found no token")
+
+    def _extra(self, job: Job, raw: Tensor | None, token: int) -> Any:
+        """(probability, top ids, top probabilities, logits) of the raw logits, on the CPU."""
+        if raw is None:
+            return None
+        probs = torch.softmax(raw, 0)
+        top_p = top_i = logits = None
+        if job.return_top_tokens:
+            top = torch.topk(probs, min(job.return_top_tokens, len(probs)))
+            top_p, top_i = top.values.cpu(), top.indices.cpu()
+        if job.return_logits:
+            logits = raw.cpu()
+        return float(probs[token]), top_i, top_p, logits

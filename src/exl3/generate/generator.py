@@ -1,0 +1,638 @@
+"""`Generator`: many jobs over one model and one paged cache. Each `iterate()` admits what fits, prefills a chunk, decodes a token for all.
+
+A job reserves its pages when it starts, so nothing can run out of cache later. Errors belong to one job: it ends with an "error" result and
+its pages go back; the others go on. Only a fault of the device closes the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from exl3.errors import ArgumentError, BackendError, JobError
+from exl3.generate.drawing import Drawer
+from exl3.generate.job import Job
+from exl3.generate.options import check_unused, make_drafter, special_ids
+from exl3.generate.pages import PAGE, PageTable
+from exl3.generate.step import MAX_TOKENS, StepRunner, forward, packed_batch
+from exl3.generate.text import Pieces
+
+Result = dict[str, Any]
+_STALL = 0.15  # seconds a shared prefill chunk may hold up decoding
+
+
+class Generator:
+    """The engine.
+
+    model, cache, tokenizer   a loaded model, its `Cache` (default: one for the model's context), its tokenizer (default: the model's)
+    max_batch_size            jobs that run at once
+    max_chunk_size            prompt tokens in one pass
+    shared_chunk_size         the same while others decode; default: as many as take about 0.15 s here, at most half a chunk
+    prefill_cooldown          decode steps between such chunks
+    max_q_size                rows of one job in a decode step (drafts)
+    draft_model, draft_cache  a smaller model with the same vocabulary, for drafts of num_draft_tokens
+    ngram_match_min           draft by repeating what followed the longest earlier match of at least so many tokens; 0: off
+    dynamic_draft_tokens      adapt the draft's length to how much of it is accepted
+
+    `iterate` may be called from one thread while others call `enqueue` and `cancel`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any = None,
+        tokenizer: Any = None,
+        max_batch_size: int = 256,
+        max_chunk_size: int = 2048,
+        shared_chunk_size: int | None = None,
+        prefill_cooldown: int = 4,
+        max_q_size: int = 8,
+        draft_model: Any = None,
+        draft_cache: Any = None,
+        num_draft_tokens: int | None = None,
+        dynamic_draft_tokens: bool = True,
+        draft_confidence: float = 0.4,
+        ngram_match_min: int = 0,
+        **unused: Any,
+    ) -> None:
+        check_unused(unused)
+        if max_batch_size < 1 or max_chunk_size < 1:
+            raise ArgumentError(f"max_batch_size {max_batch_size} and max_chunk_size {max_chunk_size} must be at least 1")
+        self.model = model
+        if cache is None:
+            from exl3.cache import Cache
+
+            cache = Cache(model, model.max_tokens, model.device)
+        self.cache = cache
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
+        self.pieces = Pieces.of(self.tokenizer) if self.tokenizer is not None else None
+        self.device = torch.device(model.device)
+        self.vocab_size = int(model.vocab_size)
+        self.padded_vocab_size = self.vocab_size
+        self.max_context = int(getattr(model, "max_tokens", cache.max_tokens))
+        self.max_total_tokens = int(cache.max_tokens)
+        self.pagetable = PageTable(cache.max_tokens // PAGE)
+        self.max_batch_size, self.max_chunk_size = max_batch_size, max_chunk_size
+        self.shared_chunk_size, self.prefill_cooldown, self.max_q_size = shared_chunk_size, prefill_cooldown, max_q_size
+        self.eos_token_ids, self.bos_token_id = special_ids(model, self.tokenizer)
+        width = min(-(-self.max_context // PAGE) + 1, len(self.pagetable))
+        self.runner = StepRunner(model, cache, width)
+        self.drawer = Drawer(min(self.vocab_size, len(self.pieces)) if self.pieces is not None else self.vocab_size)
+        self.drafter = make_drafter(self, draft_model, draft_cache, num_draft_tokens, ngram_match_min, dynamic_draft_tokens, draft_confidence)
+        self.pending_jobs: deque[Job] = deque()
+        self.active_jobs: list[Job] = []
+        self.recurrent_cache = None
+        self.recurrent_checkpoint_interval = 0
+        self.closed: Exception | None = None
+        self._lock = threading.RLock()
+        self._inbox: deque[Job] = deque()
+        self._cancelled: deque[Job] = deque()
+        self._workers: ThreadPoolExecutor | None = None
+        self._retry = True  # something changed since a waiting job last found no room
+        self._cooldown = 0
+        self._prefill_rate = 0.0  # tokens a second, measured
+        self.tokens_out = 0
+        claim = getattr(cache, "_exl3_owner", None)
+        if claim is not None and claim() is not None:
+            claim().closed = JobError("another Generator was made on the same cache; use that one, or give each its own cache")
+        import weakref
+
+        try:
+            cache._exl3_owner = weakref.ref(self)
+        except AttributeError:
+            pass
+
+    # from any thread
+
+    def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
+        """Adds a job (or several) to the queue; its serial number(s). Raises at once for what can never run."""
+        if not isinstance(job, Job):
+            return [self.enqueue(j) for j in job]  # type: ignore[misc]
+        self._check_open()
+        if job.is_finished or job.time_enqueue:
+            raise ArgumentError(f"job {job.serial_number} was enqueued before; make a new Job")
+        job.prepare(self)
+        for f in job.filters:
+            f.attach(job)
+        self._inbox.append(job)
+        return job.serial_number
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job wherever it stands, without a further result. Unknown and finished jobs are no error."""
+        if job.is_finished or job.cancelled:
+            return
+        job.cancelled = True
+        self._cancelled.append(job)
+        if self._lock.acquire(blocking=False):  # nobody iterates: its pages go back now, else at the end of this step
+            try:
+                self._apply_cancellations()
+            finally:
+                self._lock.release()
+
+    def num_pending_jobs(self) -> int:
+        """Jobs that wait for room."""
+        return len(self.pending_jobs) + len(self._inbox)
+
+    def num_active_jobs(self) -> int:
+        """Jobs that run."""
+        return len(self.active_jobs)
+
+    def num_remaining_jobs(self) -> int:
+        """All jobs not finished."""
+        return self.num_pending_jobs() + self.num_active_jobs()
+
+    def clear_queue(self) -> None:
+        """Cancels all jobs."""
+        for job in [*self._inbox, *self.pending_jobs, *self.active_jobs]:
+            self.cancel(job)
+
+    def close(self) -> None:
+        """Cancels all jobs; the generator takes no more. The model may be unloaded already."""
+        self.clear_queue()
+        with self._lock:
+            self._apply_cancellations()
+            self.closed = self.closed or JobError("the generator is closed")
+            self.runner.reset()
+            if self._workers is not None:
+                self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def get_cache_stats(self) -> dict[str, Any]:
+        """Tokens and pages in use, cached, free; how much of all prompts was found in the cache."""
+        t = self.pagetable
+        return {
+            "page_size": PAGE, "max_tokens": len(t) * PAGE, "used_tokens": t.referenced * PAGE, "cached_tokens": t.cached * PAGE,
+            "free_tokens": len(t.free) * PAGE, "tier_cached_tokens": 0, "tier_max_tokens": 0, "disk_cached_tokens": 0, "disk_pages": 0,
+            "disk_states": 0, "disk_used_bytes": 0, "disk_max_bytes": 0, "alloc_pages": t.allocated_pages, "alloc_prompt_pages": t.prompt_pages,
+            "alloc_cached_pages": t.hit_pages, "alloc_tier_pages": 0, "alloc_disk_pages": 0,
+            "hit_rate": t.hit_pages / t.prompt_pages if t.prompt_pages else 0.0, "tier_hit_rate": 0.0, "disk_hit_rate": 0.0,
+            "active_jobs": self.num_active_jobs(), "pending_jobs": self.num_pending_jobs(),
+        }  # fmt: skip
+
+    def _check_open(self) -> None:
+        if self.closed is not None:
+            raise type(self.closed)(str(self.closed))
+
+    # the loop
+
+    @torch.inference_mode()
+    def iterate(self) -> list[Result]:
+        """One step for all: the results it gave, possibly none."""
+        with self._lock:
+            self._check_open()
+            results: list[Result] = []
+            self._apply_cancellations()
+            while self._inbox:
+                self.pending_jobs.append(self._inbox.popleft())
+                self._retry = True
+            self._admit(results)
+            ready = [j for j in self.active_jobs if j.n - j.cached == 1]
+            waiting = [j for j in self.active_jobs if j.n - j.cached != 1]
+            if waiting and (not ready or self._cooldown <= 0):
+                self._prefill(waiting, bool(ready), results)
+                self._cooldown = self.prefill_cooldown if ready else 0
+            if ready:
+                self._cooldown -= 1
+                self._decode([j for j in ready if not j.is_finished], results)
+            self._apply_cancellations()
+            return results
+
+    def _apply_cancellations(self) -> None:
+        while self._cancelled:
+            job = self._cancelled.popleft()
+            if job.is_finished:
+                continue
+            for queue in (self.pending_jobs, self._inbox):
+                if job in queue:
+                    queue.remove(job)
+            self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        """The job gives its pages back and is finished."""
+        job.is_finished = True
+        self._give_pages_back(job)
+        if job in self.active_jobs:
+            self.active_jobs.remove(job)
+        if self.drafter is not None:
+            self.drafter.forget(job)
+
+    def _give_pages_back(self, job: Job) -> None:
+        if job.pages:
+            full = len(job.chain)
+            parent = job.chain[-1] if full else self.pagetable.root
+            self.pagetable.release(job.pages, (parent, job.ids[full * PAGE : job.cached]))
+            job.pages = []
+            job.chain = []
+            self._retry = True
+
+    def _fail(self, job: Job, error: Exception, results: list[Result]) -> None:
+        """Ends one job with an error result."""
+        if not job.is_finished:
+            self._leave(job)
+            results.append({**job.result("error", eos=True), "eos": True, "error": error})
+
+    def _close_on_fault(self, error: Exception, results: list[Result]) -> None:
+        """A fault of the device: every job ends with the same error and the engine stays closed."""
+        fault = error if isinstance(error, BackendError) else BackendError(f"the device failed: {error}")
+        self.closed = fault
+        for job in [*self.active_jobs, *self.pending_jobs, *self._inbox]:
+            self._fail(job, fault, results)
+        self.pending_jobs.clear()
+        self._inbox.clear()
+
+    # admission
+
+    def _admit(self, results: list[Result]) -> None:
+        """Starts waiting jobs in order; a job that finds no room may be overtaken `max_skips` times."""
+        if not self.pending_jobs or not self._retry:
+            return
+        self._retry = False
+        passed: list[Job] = []
+        for job in list(self.pending_jobs):
+            if len(self.active_jobs) >= self.max_batch_size or any(p.skips >= p.max_skips for p in passed):
+                break
+            try:
+                started = self._start(job, results)
+            except Exception as error:
+                self.pending_jobs.remove(job)
+                self._fail(job, error, results)
+                continue
+            if started:
+                self.pending_jobs.remove(job)
+                for earlier in passed:
+                    earlier.skips += 1
+            else:
+                passed.append(job)
+
+    def _start(self, job: Job, results: list[Result]) -> bool:
+        tokens = job.ids[: job.n]
+        reserve = job.reserve()
+        if not job.names or job.is_requeued:
+            job.names = self.pagetable.names(tokens)
+        found = self.pagetable.allocate(tokens, reserve, reuse=not (job.wants_prompt_logits and job.new_tokens == 0), names=job.names)
+        if found is None:
+            return False
+        job.pages, job.cached = found.pages, found.cached
+        job.draft_cached = found.cached
+        job.chain = job.names[: found.cached_pages]
+        job.stint_end = reserve
+        self.active_jobs.append(job)
+        if found.copy is not None:
+            self.cache.copy_page(*found.copy)
+            if self.drafter is not None:
+                self.drafter.copy_page(*found.copy)
+        if not job.time_start:
+            job.time_start = time.perf_counter()
+            job.cached_pages, job.cached_tokens = found.cached_pages, found.cached
+            results.append(job.result("started"))
+        self.runner.forget(job.serial_number)
+        self._request_masks(job)
+        return True
+
+    # prefill
+
+    def _chunk(self, shared: bool) -> int:
+        """Prompt tokens to take in this pass."""
+        if not shared:
+            return self.max_chunk_size
+        if self.shared_chunk_size is not None:
+            return min(self.shared_chunk_size, self.max_chunk_size)
+        half = max(32, self.max_chunk_size // 2)
+        return half if not self._prefill_rate else int(min(half, max(32, self._prefill_rate * _STALL)))
+
+    def _prefill(self, waiting: list[Job], shared: bool, results: list[Result]) -> None:
+        """One pass over prompt tokens of one or more jobs."""
+        room = self._chunk(shared)
+        work: list[tuple[Job, int]] = []
+        coming: set[bytes] = set()  # pages this pass computes: a job that needs the same one waits and shares it
+        for job in waiting:
+            if room <= 0:
+                break
+            self._adopt_pages(job)
+            page = job.cached // PAGE
+            name = job.names[page] if page < len(job.names) and not job.wants_prompt_logits else None
+            if name is not None and name in coming:
+                continue
+            if name is not None:
+                coming.add(name)
+            count = min(job.n - job.cached, room, 256 if job.wants_prompt_logits and job.new_tokens == 0 else room)
+            work.append((job, count))
+            room -= count
+        # the next pass begins with another job
+        done = [j for j, _ in work]
+        self.active_jobs.sort(key=lambda j: j in done and j.n - j.cached > 1)
+        start = time.perf_counter()
+        try:
+            logits = self._prefill_pass(work)
+        except Exception as error:
+            self._isolate(work, error, results)
+            return
+        elapsed = time.perf_counter() - start
+        total = sum(n for _, n in work)
+        if total >= 32:
+            rate = total / max(elapsed, 1e-6)
+            self._prefill_rate = rate if not self._prefill_rate else 0.7 * self._prefill_rate + 0.3 * rate
+        self._after_prefill(work, logits, results)
+
+    def _adopt_pages(self, job: Job) -> None:
+        """Takes over pages another job has computed meanwhile."""
+        while job.cached % PAGE == 0 and len(job.chain) == job.cached // PAGE < len(job.names) and not job.wants_prompt_logits:
+            at = len(job.chain)
+            other = self.pagetable.share(job.names[at], job.pages[at])
+            if other is None:
+                return
+            job.pages[at] = other
+            job.chain.append(job.names[at])
+            job.cached += PAGE
+            job.cached_tokens += PAGE
+            job.cached_pages += 1
+            self.runner.forget(job.serial_number)
+
+    def _prefill_pass(self, work: list[tuple[Job, int]]) -> torch.Tensor | None:
+        """Runs the pass; logits of the rows `_after_prefill` expects."""
+        rows, wanted, at = [], [], 0
+        for job, count in work:
+            rows.append((job.ids[job.cached : job.cached + count], job.cached, job.pages))
+            if job.wants_prompt_logits and job.new_tokens == 0:
+                wanted += range(at, at + count)
+            elif job.cached + count == job.n:
+                wanted.append(at + count - 1)
+            at += count
+        batch = packed_batch(rows, wanted, self.cache, self.device)
+        logits = forward(self.model, batch, head=bool(wanted))
+        if self.drafter is not None:
+            self.drafter.prefill(rows, [job for job, _ in work])
+        return logits
+
+    def _isolate(self, work: list[tuple[Job, int]], error: Exception, results: list[Result]) -> None:
+        """A pass failed: find whose fault it was by running each job alone."""
+        if isinstance(error, BackendError) or _is_device_fault(error):
+            self._close_on_fault(error, results)
+            return
+        if len(work) == 1:
+            self._fail(work[0][0], error, results)
+            return
+        for item in work:
+            try:
+                logits = self._prefill_pass([item])
+            except Exception as own:
+                self._fail(item[0], own, results)
+                continue
+            self._after_prefill([item], logits, results)
+
+    def _after_prefill(self, work: list[tuple[Job, int]], logits: torch.Tensor | None, results: list[Result]) -> None:
+        row, draws = 0, []
+        for job, count in work:
+            scoring = job.wants_prompt_logits and job.new_tokens == 0
+            first = job.cached
+            job.cached += count
+            self._publish(job)
+            if scoring:
+                assert logits is not None
+                self._score(job, logits[row : row + count], first)
+                row += count
+            results.append(job.result("prefill", curr_progress=min(job.cached, len(job.prompt)), max_progress=len(job.prompt)))
+            if job.cached < job.n:
+                continue
+            if job.scores_only:
+                job.time_first = time.perf_counter()
+                job._end("max_new_tokens")
+                self._emit(job, results)
+                continue
+            draws.append((job, row - 1 if scoring else row, []))
+            row += 0 if scoring else 1
+        if draws:
+            assert logits is not None
+            self._draw(draws, logits, results)
+
+    def _score(self, job: Job, logits: torch.Tensor, first: int) -> None:
+        """Log-probabilities of the prompt tokens that follow positions first .. first + rows - 1."""
+        n = min(len(logits), len(job.prompt) - 1 - first)
+        if n > 0:
+            following = torch.from_numpy(job.prompt[first + 1 : first + 1 + n].astype(np.int64)).to(logits.device)
+            scores = torch.log_softmax(logits[:n, : self.drawer.vocab].float(), -1).gather(1, following[:, None])[:, 0]
+            job.prompt_logprobs.append(scores.cpu().numpy())
+
+    # decode
+
+    def _decode(self, ready: list[Job], results: list[Result]) -> None:
+        """One step (of up to 64 tokens at a time) for all jobs that are ready."""
+        drafts: dict[Job, list[int]] = {}
+        if self.drafter is not None and ready:
+            room = min(self.max_q_size, MAX_TOKENS // min(len(ready), MAX_TOKENS)) - 1
+            if room > 0:
+                drafts = self.drafter.propose(ready, room)
+        group: list[tuple[Job, list[int]]] = []
+        size = 0
+        for job in ready:
+            draft = drafts.get(job, [])[: max(0, job.stint_end - job.n - 1)]
+            if size + 1 + len(draft) > MAX_TOKENS:
+                self._decode_group(group, results)
+                group, size = [], 0
+            group.append((job, draft))
+            size += 1 + len(draft)
+        if group:
+            self._decode_group(group, results)
+
+    def _decode_group(self, group: list[tuple[Job, list[int]]], results: list[Result]) -> None:
+        group = [(j, d) for j, d in group if not j.is_finished]
+        if not group:
+            return
+        rows = [([int(j.ids[j.cached]), *d], j.cached, j.pages, j.serial_number) for j, d in group]
+        try:
+            logits = self.runner.run(rows)
+        except Exception as error:
+            if isinstance(error, BackendError) or _is_device_fault(error):
+                self._close_on_fault(error, results)
+            elif len(group) == 1:
+                self._fail(group[0][0], error, results)
+            else:
+                for item in group:
+                    self._decode_group([item], results)
+            return
+        draws, row = [], 0
+        for job, draft in group:
+            job.cached += 1
+            draws.append((job, row, draft))
+            row += 1 + len(draft)
+        self._draw(draws, logits, results)
+
+    def _draw(self, draws: list[tuple[Job, int, list[int]]], logits: torch.Tensor, results: list[Result]) -> None:
+        """Samples each job's rows one after another for as long as the sample equals the draft."""
+        ahead: dict[Job, list[Any]] = {}
+        first: list[tuple[Job, int, int]] = []
+        for job, row, draft in draws:
+            first += [(job, row + i, i) for i in range(1 + len(draft) if draft and job.independent else 1)]
+        for (job, _, _), drawn in zip(first, self.drawer.draw(logits, first)):
+            ahead.setdefault(job, []).append(drawn)
+        alive = [(job, row, draft, 0) for job, row, draft in draws]
+        while alive:
+            missing = [(job, row + i, 0) for job, row, draft, i in alive if not ahead.get(job)]
+            if missing:
+                for (job, _, _), drawn in zip(missing, self.drawer.draw(logits, missing)):
+                    ahead[job] = [drawn]
+            following = []
+            for job, row, draft, i in alive:
+                drawn = ahead[job].pop(0)
+                at = job.n
+                try:
+                    if isinstance(drawn, Exception):
+                        raise drawn
+                    job.commit(*drawn)
+                except Exception as error:
+                    self._fail(job, error, results)
+                    continue
+                self.tokens_out += 1
+                if not job.time_first:
+                    job.time_first = time.perf_counter()
+                going = job.eos is None and job.n == at + 1
+                accepted = i < len(draft) and drawn[0] == draft[i]
+                if accepted:
+                    job.accepted_draft_tokens += 1
+                if going and accepted:
+                    job.cached += 1
+                    if job.filters:
+                        job.masks = []
+                    following.append((job, row, draft, i + 1))
+                    continue
+                if draft:
+                    job.rejected_draft_tokens += len(draft) - i - accepted
+                    assert self.drafter is not None
+                    self.drafter.verified(job, draft, i + accepted)
+                self._advance(job, results)
+            alive = following
+
+    def _advance(self, job: Job, results: list[Result]) -> None:
+        """After the last token of a step: publish pages, results, the next masks, or the end of the stint."""
+        if (job.n - 1) // PAGE > len(job.chain):
+            self._publish(job)
+        requeue = job.eos is None and job.n >= job.stint_end and job.new_tokens < (job.max_new_tokens or 0)
+        self._emit(job, results, requeue)
+        if job.is_finished:
+            return
+        if requeue:
+            self._give_pages_back(job)
+            self.active_jobs.remove(job)
+            job.cached = job.draft_cached = 0
+            job.is_requeued = True
+            job.masks = []
+            self.pending_jobs.appendleft(job)
+            self._retry = True
+        elif job.filters:
+            self._request_masks(job)
+
+    def _publish(self, job: Job) -> None:
+        """Names the pages that are full and can't be taken back."""
+        sure = min(job.cached, job.n - job.stream.held_tokens if job.banned_strings else job.cached)
+        while (len(job.chain) + 1) * PAGE <= sure:
+            at = len(job.chain)
+            parent = job.chain[-1] if at else self.pagetable.root
+            job.chain.append(self.pagetable.publish(job.pages[at], parent, job.ids[at * PAGE : (at + 1) * PAGE]))
+
+    def _emit(self, job: Job, results: list[Result], requeue: bool = False) -> None:
+        made = job.streaming(requeue)
+        if made is not None:
+            results.append(made)
+        if job.eos is not None:
+            self._leave(job)
+
+    def _request_masks(self, job: Job) -> None:
+        """Starts the filters' work for the next token on other threads."""
+        if not job.filters:
+            return
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(2, thread_name_prefix="exl3-filter")
+        job.masks = [self._workers.submit(f.mask) if f.use_background_worker() else f.mask() for f in job.filters]
+
+    # conveniences
+
+    def generate(
+        self,
+        prompt: Any,
+        max_new_tokens: int | None = None,
+        min_new_tokens: int = 0,
+        seed: int | None = None,
+        sampler: Any = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        stop_conditions: Any = None,
+        add_bos: bool = False,
+        abort_event: Any = None,
+        completion_only: bool = False,
+        filters: Any = None,
+        return_last_results: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Runs one or more prompts (a str, or a list of them) to their end: the text(s), prompt included unless `completion_only`; with
+        `return_last_results` a pair with the last result(s). Errors of a job are raised."""
+        if self.tokenizer is None:
+            raise ArgumentError("generate: this model has no tokenizer; use Job with ids")
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        many = filters if filters and isinstance(filters[0], (list, tuple)) else [filters] * len(prompts)
+        jobs = [
+            Job(
+                self.tokenizer.encode(p, add_bos=add_bos, special=encode_special_tokens), max_new_tokens, min_new_tokens, sampler=sampler, seed=seed,
+                stop_conditions=stop_conditions, decode_special_tokens=decode_special_tokens, token_healing=token_healing, filters=f, **options,
+            )
+            for p, f in zip(prompts, many)
+        ]  # fmt: skip
+        self.enqueue(jobs)
+        last: dict[Job, Result] = {}
+        while len(last) < len(jobs):
+            if abort_event is not None and abort_event.is_set():
+                for job in jobs:
+                    self.cancel(job)
+                break
+            for result in self.iterate():
+                if result["stage"] == "error" and result["job"] in jobs:
+                    for job in jobs:
+                        self.cancel(job)
+                    raise result["error"]
+                if result["eos"]:
+                    last[result["job"]] = result
+        texts = [("" if completion_only else p) + "".join(j.stream.full) for p, j in zip(prompts, jobs)]
+        finals = [last.get(j) for j in jobs]
+        single = isinstance(prompt, str)
+        text = texts[0] if single else texts
+        return (text, finals[0] if single else finals) if return_last_results else text
+
+    def check_health(self, timeout: float = 30.0, step: bool = True) -> bool:
+        """Whether the engine decodes: a one-token job goes to the head of the queue; True once it, or any other job, gets a token.
+
+        step=False: another thread iterates. Raises nothing; False also when closed or out of time.
+        """
+        if self.closed is not None:
+            return False
+        before = self.tokens_out
+        probe = Job([self.bos_token_id or 0], max_new_tokens=1, stop_conditions=[], max_skips=0)
+        try:
+            probe.prepare(self)
+            with self._lock:
+                self.pending_jobs.appendleft(probe)
+                self._retry = True
+            end = time.monotonic() + timeout
+            while time.monotonic() < end and self.tokens_out == before and self.closed is None:
+                if step:
+                    self.iterate()
+                else:
+                    time.sleep(0.002)
+            return self.tokens_out > before
+        except Exception:
+            return False
+        finally:
+            self.cancel(probe)
+
+
+def _is_device_fault(error: Exception) -> bool:
+    """Whether the device itself failed; out of memory is not such a fault."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(s in text for s in ("CUDA error", "HIP error", "device-side assert", "cuBLAS", "CUBLAS"))

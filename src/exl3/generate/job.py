@@ -1,0 +1,433 @@
+"""`Job`: one request, from its prompt to its last token. What it wants, how far it is, and what each sampled token means for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from exl3.errors import ArgumentError, UnsupportedError
+from exl3.generate.presets import DefaultSampler
+from exl3.generate.sampling import Plan, Sampler, SS_Base
+from exl3.generate.stream import Rewind, Stream, Token
+from exl3.generate.text import LoopDetector, Pieces
+
+_serials = itertools.count(1)
+
+
+def as_ids(input_ids: Any) -> np.ndarray:
+    """A prompt as int32 `(n,)`: a tensor or array `(n,)` or `(1, n)`, a list of ids, or a list with exactly one such tensor."""
+    if isinstance(input_ids, (list, tuple)) and len(input_ids) == 1 and not isinstance(input_ids[0], int):
+        input_ids = input_ids[0]
+    try:
+        array = input_ids.cpu().numpy() if isinstance(input_ids, torch.Tensor) else np.asarray(input_ids)
+    except (ValueError, TypeError) as e:
+        raise ArgumentError(f"input_ids: a list of token ids or a tensor (1, n) is needed ({e})") from None
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise ArgumentError(f"input_ids: whole numbers are needed, got {array.dtype}")
+    if array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):
+        raise ArgumentError(f"input_ids: one sequence of shape (1, n) is needed, got {array.shape}; make one job per sequence")
+    array = array.reshape(-1)
+    if int(array.min()) < 0 or int(array.max()) >= 1 << 31:
+        raise ArgumentError(f"input_ids: {int(array.min())} .. {int(array.max())} do not all fit a vocabulary")
+    return array.astype(np.int32)
+
+
+class Job:
+    """A request.
+
+    input_ids         prompt: (1, n) tensor, list of ids, or a list with one such
+    max_new_tokens    tokens to generate, exactly; None: what the cache and the context have room for; 0: only score the prompt
+    min_new_tokens    end tokens are masked until this many are there
+    sampler           a `CustomSampler`, default `DefaultSampler`; seed: of its draws, default random
+    stop_conditions   ids and strings; None: the model's own end tokens; []: none. None entries are dropped
+    return_probs, return_top_tokens=k, return_logits     extra result keys; probabilities are a softmax of the raw logits
+    return_prompt_probs   log-probability of every prompt token after the first, in the last result
+    filters           constraints on the output (`Filter`)
+    token_healing     the last prompt token is taken back and the first new one must begin with its text
+    banned_strings    the output never contains these (any case): it is taken back and continued otherwise
+    max_rq_tokens     tokens to reserve at a time; the job then queues again and finds its pages in the cache
+    stop_on_loop      (window, min_repeats): stop when the last `window` tokens repeat a piece that often
+    max_skips         how often smaller jobs may overtake it in the queue
+    clamp             lower max_new_tokens to what fits in place of an error
+    identifier        returned in every result
+    """
+
+    def __init__(
+        self,
+        input_ids: Any,
+        max_new_tokens: int | None = None,
+        min_new_tokens: int = 0,
+        max_skips: int = 4,
+        sampler: Sampler | None = None,
+        seed: int | None = None,
+        stop_conditions: Iterable[int | str | None] | None = None,
+        decode_special_tokens: bool = False,
+        return_top_tokens: int = 0,
+        return_logits: bool = False,
+        return_probs: bool = False,
+        filters: Sequence[Any] | None = None,
+        token_healing: bool = False,
+        identifier: Any = None,
+        banned_strings: Sequence[str] | None = None,
+        embeddings: Any = None,
+        max_rq_tokens: int | None = None,
+        stop_on_loop: tuple[int, int] | None = None,
+        rq_state: Any = None,
+        return_prompt_probs: bool = False,
+        clamp: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise ArgumentError(f"Job: unknown argument {next(iter(kwargs))!r}")
+        if embeddings:
+            raise UnsupportedError("Job: embeddings (images) are not supported yet; pass text tokens only")
+        if max_new_tokens is not None and max_new_tokens < 0:
+            raise ArgumentError(f"max_new_tokens {max_new_tokens}: 0 (score the prompt) or more is needed")
+        if min_new_tokens < 0:
+            raise ArgumentError(f"min_new_tokens {min_new_tokens}: 0 or more is needed")
+        if max_rq_tokens is not None and max_rq_tokens < 1:
+            raise ArgumentError(f"max_rq_tokens {max_rq_tokens}: 1 or more is needed")
+        if return_top_tokens < 0:
+            raise ArgumentError(f"return_top_tokens {return_top_tokens}: 0 or more is needed")
+        self.prompt = as_ids(input_ids)
+        self.max_new_tokens, self.min_new_tokens, self.max_skips = max_new_tokens, min_new_tokens, max_skips
+        self.stop_conditions = None if stop_conditions is None else list(stop_conditions)
+        self.decode_special_tokens = decode_special_tokens
+        self.return_top_tokens, self.return_logits, self.return_probs = return_top_tokens, return_logits, return_probs
+        self.return_prompt_probs = return_prompt_probs
+        self.filters = list(filters or ())
+        self.token_healing, self.identifier, self.clamp = token_healing, identifier, clamp
+        self.banned_strings = list(banned_strings or ())
+        self.max_rq_tokens = max_rq_tokens
+        self.loop = LoopDetector(*stop_on_loop) if stop_on_loop else None
+        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF
+        self.set_sampler(sampler or DefaultSampler())
+        self.serial_number = next(_serials)
+        # engine state
+        self.ids = self.prompt  # buffer of all tokens, `n` of them used, of which `cached` have keys and values
+        self.n = self.cached = 0
+        self.pages: list[int] = []
+        self.chain: list[bytes] = []  # hashes of the leading pages that are published or shared
+        self.names: list[bytes] = []
+        self.skips = 0
+        self.new_tokens = 0
+        self.stint_end = 0  # n at which the reservation ends
+        self.cached_pages = self.cached_tokens = 0
+        self.is_finished = False
+        self.is_requeued = False
+        self.cancelled = False
+        self.limited_by: str | None = None  # "clamped" once max_new_tokens was lowered
+        self.eos: dict[str, Any] | None = None
+        self.attempt = 0  # rewinds so far: a retried position draws afresh
+        self.blocked: dict[int, set[int]] = {}  # position -> tokens a banned string has ruled out there
+        self.forced: list[int] = []
+        self.memory: dict[Any, Any] = {}
+        self.healing: bytes | None = None
+        self.suppressed: list[tuple[str, list[int]]] = []
+        self.prompt_logprobs: list[np.ndarray] = []
+        self.accepted_draft_tokens = self.rejected_draft_tokens = 0
+        self.draft: Any = None  # the drafter's own state
+        self.draft_cached = 0
+        self.masks: list[Any] = []  # futures or masks of the filters for the next token
+        self.time_enqueue = self.time_start = self.time_first = self.time_last = 0.0
+
+    # settings that may change while the job runs
+
+    def set_sampler(self, sampler: Sampler) -> None:
+        """Replaces the sampler from the next token on."""
+        if not isinstance(sampler, Sampler):
+            raise ArgumentError(f"sampler: a CustomSampler is needed, got {type(sampler).__name__}")
+        self.sampler = sampler
+        self.plan: Plan = sampler.plan()
+        self._params: bytes | None = None
+
+    def set_filters(self, filters: Sequence[Any] | None) -> None:
+        """Replaces the filters from the next token on."""
+        self.filters = list(filters or ())
+        self.masks = []
+        for f in self.filters:
+            f.attach(self)
+
+    def set_banned_strings(self, banned_strings: Sequence[str] | None) -> None:
+        """Replaces the banned strings from the next token on."""
+        self.banned_strings = list(banned_strings or ())
+        self.stream.set_banned(self.banned_strings)
+
+    def constrain_output_now(self, tokens: Any) -> None:
+        """The next tokens are these, whatever the sampler would draw: ids or a (1, n) tensor, or a string."""
+        if isinstance(tokens, str):
+            if getattr(self, "tokenizer", None) is None:
+                raise ArgumentError("constrain_output_now: text needs a running job with a tokenizer; pass ids")
+            tokens = self.tokenizer.encode(tokens, add_bos=False)
+        self.forced = as_ids(tokens).tolist()
+
+    # set-up
+
+    def prepare(self, generator: Any) -> None:
+        """Resolves what depends on the generator. Raises for what can't work; called by `Generator.enqueue`."""
+        self.generator, self.tokenizer = generator, generator.tokenizer
+        vocab = generator.vocab_size
+        if len(self.prompt) == 0:
+            if generator.bos_token_id is None:
+                raise ArgumentError("input_ids: the prompt is empty and the model has no BOS token to stand in; pass at least one token")
+            self.prompt = np.array([generator.bos_token_id], np.int32)
+        wrong = self.prompt[self.prompt >= vocab]
+        if len(wrong):
+            raise ArgumentError(f"input_ids: {int(wrong[0])} is outside the vocabulary of {vocab} tokens")
+        context = generator.max_context
+        if len(self.prompt) > context:
+            raise ArgumentError(
+                f"input_ids: the prompt has {len(self.prompt)} tokens, the context holds {context}; shorten it, or load with a larger max_tokens"
+            )
+        pieces = generator.pieces
+        if self.token_healing and len(self.prompt) > 1 and pieces is not None:
+            last = int(self.prompt[-1])
+            if last not in pieces.special and pieces.bytes_of(last):
+                self.healing = pieces.bytes_of(last)
+                self.prompt = self.prompt[:-1]
+        self._resolve_limit(generator, context)
+        conditions = generator.eos_token_ids if self.stop_conditions is None else self.stop_conditions
+        self.stop_tokens = {int(s) for s in conditions if s is not None and not isinstance(s, str)}
+        self.stop_strings = [s for s in conditions if isinstance(s, str) and s]
+        if (self.stop_strings or self.banned_strings or self.token_healing) and pieces is None:
+            raise ArgumentError("stop strings, banned strings and token healing need a tokenizer; this model directory has none")
+        self.stream = Stream(pieces or Pieces([]), self.stop_strings, self.banned_strings, self.decode_special_tokens)
+        assert self.max_new_tokens is not None
+        self.ids = np.zeros(len(self.prompt) + self.max_new_tokens + 1, np.int32)
+        self.n = len(self.prompt)
+        self.ids[: self.n] = self.prompt
+        self.time_enqueue = time.perf_counter()
+
+    def _resolve_limit(self, generator: Any, context: int) -> None:
+        room = min(context, generator.max_total_tokens) - len(self.prompt)
+        if self.max_new_tokens is None:
+            if room < 1:
+                raise ArgumentError(f"the prompt of {len(self.prompt)} tokens leaves no room in a context of {context}")
+            self.max_new_tokens = room
+        elif self.max_new_tokens > room and self.clamp and room >= 1:
+            self.max_new_tokens, self.limited_by = room, "clamped"
+        if len(self.prompt) + self.max_new_tokens > context and context < generator.max_total_tokens:
+            raise ArgumentError(
+                f"prompt {len(self.prompt)} + max_new_tokens {self.max_new_tokens} exceed the context of {context} tokens; lower max_new_tokens or pass clamp"
+            )
+        generator.pagetable.check_fits(self.reserve())
+
+    def reserve(self) -> int:
+        """Tokens to reserve pages for in the coming stint."""
+        assert self.max_new_tokens is not None
+        n = self.n or len(self.prompt)
+        left = self.max_new_tokens - self.new_tokens
+        if self.max_rq_tokens is not None:
+            left = min(left, self.max_rq_tokens)
+        return n + left
+
+    @property
+    def rq_new_tokens(self) -> int:
+        """Tokens generated so far over all stints."""
+        return self.new_tokens
+
+    @property
+    def rq_prompt_tokens(self) -> int:
+        """Tokens of the original prompt."""
+        return len(self.prompt)
+
+    @property
+    def draft_stats(self) -> dict[str, int]:
+        """Accepted and rejected draft tokens."""
+        return {"accepted": self.accepted_draft_tokens, "rejected": self.rejected_draft_tokens}
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether no token is asked for."""
+        return self.max_new_tokens == 0
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        return self.return_prompt_probs or self.scores_only
+
+    # sampling
+
+    @property
+    def wants_extra(self) -> bool:
+        """Whether results carry probabilities or logits."""
+        return self.return_probs or self.return_logits or self.return_top_tokens > 0
+
+    @property
+    def independent(self) -> bool:
+        """Whether the draw of a later draft token doesn't depend on the earlier ones."""
+        p = self.plan
+        return not (p.params is None or p.before or p.history or self.filters or self.blocked or self.forced or self.healing or self.wants_extra) and (
+            self.new_tokens >= self.min_new_tokens
+        )
+
+    def counter(self, offset: int = 0) -> int:
+        """Number of the coming draw."""
+        return self.n - len(self.prompt) + offset + (self.attempt << 32)
+
+    def param_bytes(self) -> bytes:
+        """The leading 40 bytes of the job's record for `ops.sample`; the counter follows."""
+        if self._params is None:
+            from exl3 import ops
+
+            assert self.plan.params is not None
+            values = dict(self.plan.params)
+            values["top_k"] = int(values.get("top_k", 0))
+            values["temperature_last"] = bool(values.get("temperature_last", 0))
+            packed = ops.pack_sample_params([ops.SampleParams(**values, seed=self.seed)])  # type: ignore[arg-type]
+            self._params = packed.numpy().tobytes()[:40]
+        return self._params
+
+    def before_steps(self) -> list[SS_Base]:
+        """Sampler steps that run before the fused call."""
+        return self.plan.before
+
+    # one token
+
+    def commit(self, token: int, extra: Any = None) -> None:
+        """Takes a sampled token: text, stop conditions, limits. Sets `eos` when it ends the job."""
+        position = self.n
+        self.ids[position] = token
+        self.n += 1
+        self.new_tokens += 1
+        if token in self.stop_tokens:
+            found = self.stream.finish()
+            self._end_with("stop_string", found) if found else self._end("stop_token", token=token)
+            return
+        data = None
+        if self.healing is not None:
+            assert self.generator.pieces is not None
+            data = self.generator.pieces.bytes_of(token)[len(self.healing) :]
+            self.healing = None
+        outcome = self.stream.push(token, extra, data)
+        if isinstance(outcome, Rewind):
+            self._rewind(outcome)
+            return
+        for f in self.filters:
+            f.feed(token)
+        looped = self.loop is not None and self.loop.push(token)
+        if outcome is not None:
+            self._end_with("stop_string", outcome)
+        elif self.filters and any(f.ended() for f in self.filters):
+            self._finish_text("end_filter")
+        elif looped:
+            self._finish_text("loop_detected")
+        elif self.new_tokens >= (self.max_new_tokens or 0):
+            self._finish_text("max_new_tokens")
+
+    def _finish_text(self, reason: str) -> None:
+        found = self.stream.finish()
+        self._end_with("stop_string", found) if found else self._end(reason)
+
+    def _end_with(self, reason: str, found: str | None) -> None:
+        self._end(reason, string=found)
+
+    def _end(self, reason: str, token: int | None = None, string: str | None = None) -> None:
+        self.eos = {"eos_reason": reason}
+        if token is not None:
+            self.eos["eos_triggering_token_id"] = token
+            pieces = self.generator.pieces
+            self.eos["eos_triggering_token_str"] = pieces.bytes_of(token, True).decode("utf-8", "replace") if pieces is not None else None
+        if string is not None:
+            self.eos["eos_triggering_string"] = string
+
+    def _rewind(self, gone: Rewind) -> None:
+        """Takes back the tokens from where the banned string began and rules out its first token there."""
+        at = self.n - gone.count
+        first = int(self.ids[at])
+        self.blocked = {p: s for p, s in self.blocked.items() if p <= at}
+        self.blocked.setdefault(at, set()).add(first)
+        self.attempt += 1
+        for f in self.filters:
+            if gone.count > 1:
+                f.rewind(gone.count - 1)  # the last token was never fed
+        self.n = at
+        self.cached = min(self.cached, at - 1)
+        self.draft_cached = min(self.draft_cached, self.cached)
+        self.new_tokens -= gone.count
+        self.suppressed.append((gone.text, gone.tokens))
+        if self.loop is not None:
+            self.loop.reset()
+            for t in self.ids[max(len(self.prompt), self.n - 2 * self.loop.window) : self.n].tolist():
+                self.loop.push(t)
+
+    # results
+
+    def result(self, stage: str, **more: Any) -> dict[str, Any]:
+        """The part all results share."""
+        made: dict[str, Any] = {"job": self, "stage": stage, "eos": False, "serial": self.serial_number, **more}
+        if self.identifier is not None:
+            made["identifier"] = self.identifier
+        return made
+
+    def streaming(self, requeue: bool = False) -> dict[str, Any] | None:
+        """What became certain since the last result, or None if nothing did and the job goes on."""
+        text, tokens = self.stream.take()
+        if not text and not tokens and self.eos is None and not requeue:
+            return None
+        made = self.result("streaming")
+        if text:
+            made["text"] = text
+        if tokens:
+            self._put_tokens(made, tokens)
+        if self.suppressed and (tokens or self.eos is not None):
+            made["suppressed_text"] = "".join(t for t, _ in self.suppressed)
+            made["suppressed_tokens"] = torch.tensor([[i for _, ids in self.suppressed for i in ids]])
+            self.suppressed = []
+        if requeue:
+            made["requeue"] = True
+        if self.eos is not None:
+            self._put_end(made)
+        return made
+
+    def _put_tokens(self, made: dict[str, Any], tokens: list[Token]) -> None:
+        made["token_ids"] = torch.tensor([[t.id for t in tokens]])
+        if self.wants_extra and tokens[0].extra is not None:
+            extras = [t.extra for t in tokens]
+            if self.return_probs:
+                made["token_probs"] = torch.tensor([[e[0] for e in extras]])
+            if self.return_top_tokens:
+                made["top_k_tokens"] = torch.stack([e[1] for e in extras])[None]
+                made["top_k_probs"] = torch.stack([e[2] for e in extras])[None]
+            if self.return_logits:
+                made["logits"] = torch.stack([e[3] for e in extras])[None]
+
+    def _put_end(self, made: dict[str, Any]) -> None:
+        assert self.eos is not None
+        self.time_last = time.perf_counter()
+        start = self.time_start or self.time_last
+        first = self.time_first or self.time_last
+        made.update(self.eos)
+        made.update(
+            eos=True,
+            full_completion="".join(self.stream.full),
+            new_tokens=self.new_tokens,
+            prompt_tokens=len(self.prompt),
+            time_enqueued=start - self.time_enqueue,
+            time_prefill=first - start,
+            time_generate=self.time_last - first,
+            cached_pages=self.cached_pages,
+            cached_tokens=self.cached_tokens,
+        )
+        if self.limited_by:
+            made["clamped"] = True
+        if self.accepted_draft_tokens or self.rejected_draft_tokens:
+            made["accepted_draft_tokens"] = self.accepted_draft_tokens
+            made["rejected_draft_tokens"] = self.rejected_draft_tokens
+        if self.prompt_logprobs or self.wants_prompt_logits:
+            logprobs = np.concatenate(self.prompt_logprobs) if self.prompt_logprobs else np.zeros(0, np.float32)
+            made["prompt_logprobs"] = torch.from_numpy(logprobs)[None]
+        if self.stream.pending:
+            held = list(self.stream.pending)
+            inner: dict[str, Any] = {}
+            self._put_tokens(inner, held)
+            table = self.generator.pieces
+            inner["text"] = b"".join(table.bytes_of(t.id, self.decode_special_tokens) for t in held).decode("utf-8", "replace") if table else ""
+            made["held"] = inner
