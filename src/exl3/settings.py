@@ -261,8 +261,8 @@ _ROWS: dict[str, list[Setting]] = {
         _never("EXL3_ROCM_MOE_BPS", "int", -1, "the same for the fused expert kernel", "no kernel waits for other blocks of its grid"),
     ],
     "Sampling": [
-        _never("EXL3_FUSED_SAMPLER", "flag", True, "fused sampling kernels",
-               "sampling is one operation; its plain form is `exl3.ops.reference.sample`", "sampler creation"),
+        _works("EXL3_FUSED_SAMPLER", "flag", True, "sampler stacks as one operation where possible; off: step by step",
+               read="generator creation"),
     ],
     "Mixture of experts on the GPU": [
         _later("EXL3_MOE_FUSED_ROWS", "int", _by(128, 512, 128), "rows per expert in the fused kernel", _MOE, "import", low=0),
