@@ -204,8 +204,8 @@ _ROWS: dict[str, list[Setting]] = {
                "ours: how a decode step is run, overriding `EXL3_GRAPHS`; `eager` runs the same Python each time", read="model creation"),
         _works("EXL3_CPU_MAX_ISA", "scalar|avx2|avx512", None,
                "ours: highest instruction tier of the CPU kernels; never above what the CPU has"),
-        _later("EXL3_CPU_PLANES", "int", 2, "ours: int8 planes of activations in CPU products, 2 (fp16-grade) or 1 (faster)",
-               "set `exl3.ops.products.planes` instead", low=1),
+        _works("EXL3_CPU_PLANES", "1|2", "2",
+               "ours: int8 planes of activations in CPU products, 2 (fp16-grade) or 1 (faster); `exl3.ops.products.planes` overrides it"),
     ],
     "Attention and recurrent layers": [
         _never("EXL3_BC_ATTN", "flag", True, "attention of a decode step as one recorded call", _STEP, "import"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exl3 import settings
 from exl3.codec.codebooks import MULTIPLIERS
 from exl3.errors import ArgumentError
 from exl3.ops import blocks, checks, native, reference
@@ -22,7 +24,12 @@ planes: int | None = None
 def _planes(device: torch.device) -> int:
     if planes is not None:
         return planes
-    return 2 if device.type == "cpu" else 0
+    return _default_planes(device.type)
+
+
+@cache
+def _default_planes(kind: str) -> int:
+    return int(str(settings.get("EXL3_CPU_PLANES"))) if kind == "cpu" else 0
 
 
 class _Group:
