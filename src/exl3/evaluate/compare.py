@@ -17,6 +17,10 @@ from exl3.files import Checkpoint, Tokenizer
 from exl3.models import load
 
 
+# model types that answer nonsense to a text without BOS, whatever their tokenizer's settings say
+DEMANDS_BOS = {"gemma", "gemma2", "gemma3", "gemma3_text"}
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Result of `compare`. Sizes in bytes of all weight files, rates in bits per weight."""
@@ -65,14 +69,14 @@ def compare(
 ) -> Comparison:
     """KL(reference || quantized), top-1 agreement and perplexities over the text file `text`.
 
-    Rows are consecutive pieces of `row_len` tokens without BOS unless the model demands one (`bos=None`: decided by the
-    tokenizer's own configuration). Works for unquantized and EXL3 directories alike. Raises `ArgumentError` when the text is
+    Rows are consecutive pieces of `row_len` tokens without BOS unless the model demands one (`bos=None`: the
+    families in DEMANDS_BOS). Works for unquantized and EXL3 directories alike. Raises `ArgumentError` when the text is
     too short or the vocabularies differ, `NumericalError` on NaN or Inf logits.
     """
     tokenizer = Tokenizer.from_directory(reference)
     if tokenizer is None:
         raise ArgumentError(f"{reference}: no tokenizer.json, and evaluation starts from text; add the tokenizer's files")
-    demands = tokenizer.demands_bos if bos is None else bos
+    demands = model_type(reference) in DEMANDS_BOS if bos is None else bos
     ids = text_rows(tokenizer, read_text(text), row_len, rows, bos=demands)
     a, b = load(reference, device=device, max_tokens=row_len), load(quantized, device=device, max_tokens=row_len)
     acc = Accumulator()
@@ -100,6 +104,11 @@ def compare(
 
 def _logits(model: Any, row: Tensor) -> Tensor:
     return model.logits(row[None])[0]
+
+
+def model_type(directory: str | Path) -> str:
+    """`model_type` of a directory's config."""
+    return str(Checkpoint.open(directory).config.get("model_type", ""))
 
 
 def storage(directory: str | Path | Checkpoint) -> dict[str, Any]:
