@@ -4,9 +4,9 @@
 #include <stdint.h>
 
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(__HIP__)
-#define EXL3_CODEC constexpr __host__ __device__ inline
+#define EXL3_CODEC static constexpr __host__ __device__ inline
 #else
-#define EXL3_CODEC constexpr inline
+#define EXL3_CODEC static constexpr inline
 #endif
 
 namespace exl3 {

@@ -1,0 +1,58 @@
+// The trellis search in integers (quantizer spec 7.2). A node is the overlap of two neighbouring states; before position i it has
+// 16 - D(i) bits. One step takes the cost of every node before a position to the cost of every node behind it:
+//   next[o] = min over c of  from[c << (16 - Dn - D) | o >> D] + error(value[c << (16 - Dn) | o] - target),   D = D(i), Dn = D(i + 1),
+// for 2^Dn candidates c; then the smallest cost is subtracted from all. No back pointers: costs before every position are kept,
+// and the way back finds each chosen candidate again (the smallest c among equals). All tiers compute the same integers.
+//
+// Costs are unsigned 16-bit, cut at kCostLimit. Values and targets are 16-bit fixed point; the squared error of d is
+//   rounded:  (d * d + 2^14) >> 15 with d saturated to 16 bits         (coarse: low rates)
+//   clamped:  d * d with d cut to +-kClamp                             (fine: high rates)
+#pragma once
+#include <stdint.h>
+
+namespace exl3::cpu {
+
+constexpr int kCostLimit = 32767;
+constexpr int kClamp = 180;         // its square and kCostLimit together fit 16 bits
+constexpr int kStates = 65536;
+
+struct StepTable {
+  int fresh, next_fresh;            // D, Dn
+  bool clamped;
+  const int16_t* value;             // [65536] by state
+  const int16_t* ordered;           // the same in the order in which the tier's step reads it, 64-byte aligned
+  int nodes() const { return kStates >> fresh; }
+  int next_nodes() const { return kStates >> next_fresh; }
+};
+
+struct Step {
+  const uint16_t* from;             // [nodes]
+  uint16_t* to;                     // [next_nodes], may hold the costs of an earlier pass
+  int16_t target;
+  bool compare;                     // asks whether `to` held the result already
+  bool same;                        // the answer
+};
+
+struct EncodeTier {
+  int lanes;                        // 16-bit lanes of a register; 1: scalar
+  // Runs one step for each of `count` rings (1 or 2) at positions of one kind; raw: scratch, 65536 numbers, 64-byte aligned.
+  void (*step)(const StepTable& table, Step* steps, int count, uint16_t* raw);
+};
+
+// Whether lanes run over groups of 2^D targets (o >> D) or over the targets of one group, and the order of `ordered` that goes with it:
+//   groups:   [group / lanes][x / block][c][x % block][lane], block = min(4, 2^D)
+//   targets:  [group][x / (block * lanes)][c][block][lane], block = min(4, 2^D / lanes)
+static inline bool lanes_over_groups(int lanes, int fresh, int next_fresh) { return (kStates >> (fresh + next_fresh)) >= lanes && fresh < 5; }
+
+const EncodeTier& scalar_encode();
+const EncodeTier& avx2_encode();
+const EncodeTier& avx512_encode();
+
+static inline uint32_t squared_error(int value, int target, bool clamped) {
+  int d = value - target;
+  const int limit = clamped ? kClamp : 32767;
+  d = d > limit ? limit : d < (clamped ? -kClamp : -32768) ? (clamped ? -kClamp : -32768) : d;
+  return clamped ? (uint32_t)(d * d) : ((uint32_t)(d * d) + 0x4000) >> 15;
+}
+
+}  // namespace exl3::cpu

@@ -1,0 +1,49 @@
+// The AVX-512 tier of the trellis search: 32 costs a register.
+#include "cpu/isa.h"
+#if EXL3_X86
+#if defined(__GNUC__) && !defined(__clang__)
+// gcc's own headers read an undefined register on purpose (gcc bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace exl3::cpu {
+
+namespace {
+
+struct V {
+  using T = __m512i;
+  static constexpr int lanes = 32;
+  static T load(const uint16_t* p) { return _mm512_loadu_si512(p); }
+  static void store(uint16_t* p, T v) { _mm512_store_si512(p, v); }
+  static T set(short v) { return _mm512_set1_epi16(v); }
+  static T subs(T a, T b) { return _mm512_subs_epi16(a, b); }
+  static T add(T a, T b) { return _mm512_add_epi16(a, b); }
+  static T square(T a) { return _mm512_mulhrs_epi16(a, a); }
+  static T mullo(T a, T b) { return _mm512_mullo_epi16(a, b); }
+  static T min(T a, T b) { return _mm512_min_epi16(a, b); }
+  static T max(T a, T b) { return _mm512_max_epi16(a, b); }
+  static T minu(T a, T b) { return _mm512_min_epu16(a, b); }
+  static int smallest(T v) {
+    const __m256i h = _mm256_min_epu16(_mm512_extracti64x4_epi64(v, 0), _mm512_extracti64x4_epi64(v, 1));
+    return _mm_extract_epi16(_mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1))), 0);
+  }
+};
+
+}  // namespace
+
+}  // namespace exl3::cpu
+
+#include "cpu/encode_kernel.h"
+
+namespace exl3::cpu {
+
+const EncodeTier& avx512_encode() {
+  static const EncodeTier t = {V::lanes, step};
+  return t;
+}
+
+}  // namespace exl3::cpu
+#endif
