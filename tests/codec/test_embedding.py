@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl3 import codec
-from exl3.errors import ArgumentError, FormatError
+from exl3.errors import ArgumentError, FormatError, NumericalError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle
@@ -110,6 +110,15 @@ def test_embedding_encode_and_decode(K, limit):
     assert (error[:3] < limit).all() and (back[3] == 0).all()
     again, _ = codec.embedding_encode(rows[1:2], K, signs)
     assert torch.equal(again, trellis[1:2])
+
+
+def test_rows_beyond_fp16():
+    with pytest.raises(NumericalError, match="beyond fp16"):
+        codec.encode_rings(torch.randn(2, 160) * 1e25, 2)
+    with pytest.raises(NumericalError):
+        codec.encode_rings(torch.full((1, 160), torch.nan), 2)
+    tiny = codec.encode_rings(torch.full((1, 160), 1e-30), 2)
+    assert float(codec.unpack_rings(tiny, 160)[1]) == 0
 
 
 def test_ring_scale_is_the_best_one():

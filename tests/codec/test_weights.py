@@ -223,6 +223,51 @@ def test_slices_at_multiples_of_128():
     assert torch.equal(part, whole[128:256, 128:])
 
 
+def test_dequantize_in_pieces_equals_one_by_one():
+    """Large enough that the work is split in rows of blocks."""
+    trellis, suh, svh = random_trellis(40, 320, 2), torch.randn(640).half(), torch.randn(5120).half()
+    whole = codec.dequantize(trellis, suh, svh, "mul1")
+    for row in (0, 24, 32):
+        part = codec.dequantize(trellis[row : row + 8], suh[16 * row : 16 * row + 128], svh, "mul1")
+        assert torch.equal(part, whole[16 * row : 16 * row + 128])
+
+
+@pytest.mark.parametrize("rows, cols", [(0, 8), (8, 0), (0, 0)])
+def test_empty_matrices(rows, cols):
+    trellis = torch.zeros(rows, cols, 32, dtype=torch.int16)
+    assert codec.decode(trellis, "mcg").shape == (16 * rows, 16 * cols)
+    w = codec.dequantize(trellis, torch.ones(16 * rows).half(), torch.ones(16 * cols).half(), "mcg")
+    assert w.shape == (16 * rows, 16 * cols)
+
+
+def test_surroundings_do_not_matter():
+    """Default device and dtype, inference mode and lower matrix precision are the caller's business."""
+    trellis, suh, svh = random_trellis(8, 8, 3), torch.randn(128).half(), torch.randn(128).half()
+    expected = codec.dequantize(trellis, suh, svh, "mcg", 77)
+    codec.codebooks._table.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        codec.decode(trellis, "mcg", 77)
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(codec.dequantize(trellis, suh, svh, "mcg", 77), expected)
+        states, _ = codec.encode_reference(torch.ones(1, 256, dtype=torch.float32), 8, "mcg")
+        assert codec.is_tail_biting(states, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    assert not codec.codebook_table("mcg", 77).is_inference()
+
+
+def test_numbers_of_other_libraries():
+    trellis = numbered(4)
+    expected = codec.decode(trellis, "mcg", 0xFF7A83E5)
+    for multiplier in (np.uint32(0xFF7A83E5), np.int64(0xFF7A83E5), torch.tensor(0xFF7A83E5 - 2**32, dtype=torch.int32)):
+        assert torch.equal(codec.decode(trellis, "mcg", multiplier), expected)
+    assert torch.equal(codec.pack(codec.unpack(trellis), np.int64(4)), trellis)
+    assert codec.check_rate(np.float32(2.5)) == 2.5
+
+
 def test_dead_outputs_are_exactly_zero():
     svh = torch.randn(128).half()
     svh[5:9] = 0
@@ -278,6 +323,8 @@ S = torch.ones(128, dtype=torch.float16)
         (lambda: codec.decode(T, "4inst"), ArgumentError, "4inst"),
         (lambda: codec.decode(T, "mcg", 2**32), ArgumentError, "32-bit"),
         (lambda: codec.decode(T, "mcg", 1.5), ArgumentError, "32-bit"),
+        (lambda: codec.decode(T, "mcg", True), ArgumentError, "32-bit"),
+        (lambda: codec.decode(T, None), ArgumentError, "None"),
         (lambda: codec.decode(T, "3inst", 5), ArgumentError, "fixed multiplier"),
         (lambda: codec.decode(T[:, :, :40], "mcg"), FormatError, "mul1"),
         (lambda: codec.decode(T[:, :, :24], "3inst"), FormatError, "mul1"),

@@ -6,6 +6,7 @@ hash. Files may store another multiplier than the usual one; the stored one coun
 
 from __future__ import annotations
 
+import operator
 from functools import lru_cache
 
 import torch
@@ -24,11 +25,15 @@ def check_codebook(codebook: str, multiplier: int | None = None) -> int:
         raise ArgumentError(f"codebook {codebook!r} is unknown; use one of {', '.join(CODEBOOKS)}")
     if multiplier is None:
         return MULTIPLIERS[codebook]
-    if isinstance(multiplier, bool) or not isinstance(multiplier, int) or not -(2**31) <= multiplier < 2**32:
+    try:
+        value = -(2**31) - 1 if isinstance(multiplier, bool) else operator.index(multiplier)  # ints of numpy and torch, too
+    except TypeError:
+        value = -(2**31) - 1
+    if not -(2**31) <= value < 2**32:
         raise ArgumentError(f"multiplier {multiplier!r} must be a 32-bit integer, or None for the codebook's own")
-    if codebook == "3inst" and multiplier != MULTIPLIERS["3inst"]:
+    if codebook == "3inst" and value != MULTIPLIERS["3inst"]:
         raise ArgumentError("codebook 3inst has a fixed multiplier; pass None")
-    return multiplier & 0xFFFFFFFF
+    return value & 0xFFFFFFFF
 
 
 def check_codebook_rate(codebook: str, K: int | float) -> None:
@@ -48,14 +53,15 @@ def codebook_rms(codebook: str, multiplier: int | None = None) -> float:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the table outlives the mode of its first caller
 def _table(codebook: str, multiplier: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return _table(codebook, multiplier, torch.device("cpu")).to(device)
     add = ADD_3INST if codebook == "3inst" else 0
-    x = (torch.arange(65536, dtype=torch.int64) * multiplier + add) & 0xFFFFFFFF
+    x = (torch.arange(65536, dtype=torch.int64, device="cpu") * multiplier + add) & 0xFFFFFFFF
     if codebook == "mul1":
         total = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255) + (x >> 24)
-        scale, shift = _half(torch.tensor([0x1EEE, 0xC931])).double()
+        scale, shift = _half(torch.tensor([0x1EEE, 0xC931], device="cpu")).double()
         return ((1024 + total).double() * scale + shift).half()  # exact before the one rounding
     x = (x & 0x8FFF8FFF) ^ 0x3B603B60
     return (_half(x & 0xFFFF).float() + _half(x >> 16).float()).half()  # the fp32 sum is exact: one rounding

@@ -13,7 +13,7 @@ from exl3.codec.codebooks import codebook_table
 from exl3.codec.rings import as_states
 from exl3.codec.rotation import rotate
 from exl3.codec.search import encode_reference
-from exl3.errors import ArgumentError, FormatError
+from exl3.errors import ArgumentError, FormatError, NumericalError
 
 EMBEDDING_DIM = 256
 NGRAM_DIM = 160
@@ -96,15 +96,26 @@ def embedding_encode(rows: Tensor, K: int, signs: Tensor | None = None) -> tuple
 
 
 def encode_rings(targets: Tensor, K: int) -> Tensor:
-    """Rings (n, 1 + dim*K/16) int16 closest to the targets (n, dim): mul1, each with its least-squares fp16 scale."""
+    """Rings (n, 1 + dim*K/16) int16 closest to the targets (n, dim): mul1, each with its least-squares fp16 scale.
+
+    NumericalError for NaN, Inf, or rows so large that their scale leaves fp16.
+    """
+    states, values = encode_reference(prescale(targets, K), K, "mul1")
+    scales = ((targets.double() * values).sum(dim=1) / values.double().square().sum(dim=1)).half()
+    if not bool(torch.isfinite(scales).all()):
+        bad = int((~torch.isfinite(scales)).nonzero()[0])
+        raise NumericalError(f"ring {bad} needs a scale beyond fp16, its largest value is {float(targets[bad].abs().max()):.4g}")
+    return pack_rings(states, scales, K)
+
+
+def prescale(targets: Tensor, K: int) -> Tensor:
+    """Rows of targets (n, dim), brought to the size that suits mul1 at rate K, in fp32: tails must fit the codebook. Zero stays zero."""
     gamma, high = _PRESCALE[_check_ring_rate(K)]
-    targets = targets.float()
+    targets = targets.double()  # squares of fp32 numbers may leave fp32
     rms = targets.square().mean(dim=1, keepdim=True).sqrt()
     peak = targets.abs().amax(dim=1, keepdim=True) / rms
     wanted = (gamma / peak).clamp(0.55, high)
-    states, values = encode_reference(torch.where(rms > 0, targets * (wanted / rms), 0.0), K, "mul1")
-    scales = (targets * values).sum(dim=1) / values.square().sum(dim=1)
-    return pack_rings(states, scales, K)
+    return torch.where(rms == 0, 0.0, targets * (wanted / rms)).float()
 
 
 def ngram_decode(trellis: Tensor, rows: Tensor, head_bias: Tensor, head_offsets: Tensor) -> Tensor:

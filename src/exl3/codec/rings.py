@@ -9,6 +9,7 @@ Throughout the codec states are int32 tensors holding 0 .. 65535, and K is an in
 
 from __future__ import annotations
 
+import numbers
 from functools import cache
 
 import torch
@@ -22,7 +23,7 @@ RATES: tuple[int | float, ...] = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
 
 def check_rate(K: int | float) -> int | float:
     """K itself if it is a rate of the format (whole rates as int); ArgumentError otherwise."""
-    if isinstance(K, (int, float)) and not isinstance(K, bool) and K in RATES:
+    if isinstance(K, numbers.Real) and not isinstance(K, bool) and K in RATES:
         return int(K) if K == int(K) else float(K)
     raise ArgumentError(f"K = {K!r} is not a rate of EXL3; use one of {', '.join(map(str, RATES))}")
 

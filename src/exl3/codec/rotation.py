@@ -19,7 +19,7 @@ BLOCK = 128
 def hadamard(n: int = BLOCK, dtype: torch.dtype = torch.float32) -> Tensor:
     """H, orthonormal, (n, n); n a power of two."""
     _check_size(n)
-    h = torch.ones(1, 1, dtype=torch.float64)
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while h.shape[0] < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     return (h / math.sqrt(n)).to(dtype)
@@ -41,7 +41,7 @@ def walsh(x: Tensor, n: int = BLOCK, dim: int = -1) -> Tensor:
     a = x.to(x.dtype if x.dtype == torch.float64 else torch.float32).contiguous()
     spare: Tensor | None = None
     step = 1
-    while step < n:
+    while step < n and a.numel():
         source = a.view(-1, 2, step * inner)
         # the input itself is never overwritten: from the second step on two buffers take turns
         target = torch.empty_like(source) if spare is None else spare.view(source.shape)

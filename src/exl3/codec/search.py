@@ -52,13 +52,13 @@ def encode_reference(
 def _search(tiles: Tensor, new: tuple[int, ...], values: Tensor, window: int) -> Tensor:
     n, length = tiles.shape
     around = [i % length for i in range(length - window // 2, length + window // 2)]
-    free = torch.zeros(n, 1 << (16 - new[around[0]]), device=tiles.device)
+    free = tiles.new_zeros(n, 1 << (16 - new[around[0]]))
     cost, history = _forward(tiles, around, new, values, free)
     node = cost.argmin(dim=1)
     for i in reversed(around[window // 2 :]):  # back to the seam
         node, _ = _step_back(node, i, new, history[i])
     seam = node
-    pinned = torch.full((n, 1 << (16 - new[0])), torch.inf, device=tiles.device)
+    pinned = tiles.new_full((n, 1 << (16 - new[0])), torch.inf)
     pinned[torch.arange(n, device=tiles.device), seam] = 0
     _, history = _forward(tiles, list(range(length)), new, values, pinned)
     states = torch.empty(n, length, dtype=torch.int32, device=tiles.device)

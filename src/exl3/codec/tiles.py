@@ -14,7 +14,7 @@ from exl3.errors import ArgumentError
 
 def tile_coordinates() -> tuple[Tensor, Tensor]:
     """(row, column) inside the tile of each stream position: two (256,) int64 tensors."""
-    i = torch.arange(256)
+    i = torch.arange(256, device="cpu")
     t, j = i >> 3, i & 7
     return 2 * (t & 3) + (j & 1) + 8 * ((j >> 1) & 1), (t >> 2) + 8 * (j >> 2)
 

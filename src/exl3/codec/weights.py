@@ -43,9 +43,15 @@ def dequantize(trellis: Tensor, suh: Tensor, svh: Tensor, codebook: str, multipl
     """
     check_trellis(trellis)
     check_scales(trellis, suh, svh)
-    w = walsh(walsh(decode(trellis, codebook, multiplier), dim=0), dim=1)
-    w.mul_(suh.float().div(BLOCK)[:, None])  # the two 1/sqrt(128) in one exact division
-    return w.mul_(svh.float()[None, :])
+    rows, cols, _ = trellis.shape
+    left, right = suh.float().div(BLOCK)[:, None], svh.float()[None, :]  # the two 1/sqrt(128) in one exact division
+    out = torch.empty(16 * rows, 16 * cols, dtype=torch.float32, device=trellis.device)
+    step = BLOCK // 16 * max(1, _CHUNK // (BLOCK * 16 * max(cols, 1)))
+    for row in range(0, rows, step):
+        w = walsh(walsh(decode(trellis[row : row + step], codebook, multiplier), dim=0), dim=1)
+        part = slice(16 * row, 16 * (row + step))
+        out[part] = w.mul_(left[part]).mul_(right)
+    return out
 
 
 def check_scales(trellis: Tensor, suh: Tensor, svh: Tensor) -> None:
