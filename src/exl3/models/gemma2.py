@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -63,9 +63,9 @@ class Gemma2Block(Block):
 
 
 class Gemma2(Model):
-    architectures = ("Gemma2ForCausalLM",)
+    architectures: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM",)
     config_class = Gemma2Config
-    block_class: Any = Gemma2Block
+    block_class: ClassVar[Any] = Gemma2Block
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)

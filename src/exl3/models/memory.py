@@ -58,7 +58,7 @@ def reserve_bytes(device: torch.device | str) -> int:
         return 512 << 20
     from exl3 import settings
 
-    return int(settings.get("EXL3_HOST_MEM_RESERVE_MB")) << 20
+    return int(str(settings.get("EXL3_HOST_MEM_RESERVE_MB"))) << 20
 
 
 def cache_bytes_per_token(model: Any, k_bits: int = 16, v_bits: int = 16) -> int:

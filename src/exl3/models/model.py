@@ -78,8 +78,8 @@ class Model(nn.Module):
     layouts: ClassVar[tuple[tuple[str, str], ...]] = (("model", "lm_head"), ("", "lm_head"))
     # tensors of other parts of a checkpoint (vision), left alone without a warning
     other_parts: ClassVar[tuple[str, ...]] = ()
-    logit_scale = 1.0
-    logit_softcap = 0.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Model(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """One step: logits of `batch`, `(L, vocab_size)` fp32."""
         x = self.embed(batch)
-        for block in self.model.layers:
+        for block in self.blocks:
             x = block(x, batch)
         return self.head(x, batch)
 
@@ -195,13 +195,13 @@ class Model(nn.Module):
         self, index: int, checkpoint: Checkpoint, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Block:
         """Fill block `index` from `checkpoint` and return it; `unload_block` empties it. `dtype`: of dense matrices, default as stored."""
-        block = self.model.layers[index]
+        block = self.blocks[index]
         self.load_modules({block.key: block}, checkpoint, device, dtype)
         return block
 
     def unload_block(self, index: int) -> None:
         """Drop the tensors of block `index`."""
-        unload(self.model.layers[index])
+        unload(self.blocks[index])
 
     def load_embed(self, checkpoint: Checkpoint, device: torch.device | str | None = None) -> None:
         """Fill the token embedding."""
@@ -246,7 +246,7 @@ class Model(nn.Module):
     @property
     def parts(self) -> dict[str, nn.Module]:
         """Everything that is loaded, checkpoint key -> module, in order of execution."""
-        blocks = {block.key: block for block in self.model.layers}
+        blocks = {block.key: block for block in self.blocks}
         return {self.embed_key: self.model.embed_tokens, **blocks, f"{self.decoder_key}norm": self.model.norm, self.head_key: self.lm_head}
 
     def bind(self, checkpoint: Checkpoint) -> None:
@@ -256,14 +256,14 @@ class Model(nn.Module):
             if any(name.startswith(f"{start}embed_tokens.") for name in checkpoint.tensors):
                 self.layout = layout
                 break
-        for block in self.model.layers:
+        for block in self.blocks:
             block.key = f"{self.decoder_key}layers.{block.layer}"
 
     def place(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
         """Set the device and the dtype between operations, and tell the rotary tables `max_tokens`; moves nothing."""
         self.device = torch.device(device)
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else self.gpu_dtype)
-        for block in self.model.layers:
+        for block in self.blocks:
             block.set_dtype(self.dtype)
         for rotary in self.rotaries.values():
             rotary.max_tokens = self.max_tokens
@@ -278,5 +278,5 @@ class Model(nn.Module):
 def unload(module: nn.Module) -> None:
     """Empty everything below `module`."""
     for child in module.modules():
-        if hasattr(child, "unload"):
-            child.unload()
+        if callable(getattr(child, "unload", None)):
+            child.unload()  # type: ignore[operator]

@@ -26,6 +26,7 @@ class Attention(nn.Module):
     Biases are used where the checkpoint holds them. A fused `qkv_proj` of the source is split by rows q | k | v.
     """
 
+    sinks: Tensor | None
     dtype = torch.float32  # of q, k, v and the attention output; the model sets it
 
     def __init__(

@@ -12,6 +12,8 @@ from exl3.errors import ArgumentError
 class Embedding(nn.Module):
     """ids `(tokens,)` -> fp32 `(tokens, hidden_size)`, times `scale` (Gemma's sqrt(hidden)). An id outside the table gives zeros."""
 
+    weight: nn.Parameter | None
+
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.vocab_size = vocab_size
@@ -46,4 +48,6 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.vocab_size, self.hidden_size, device="meta"), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return ops.embedding(ids, self.weight if self.table is None else self.table, self.scale, dtype=torch.float32)
+        table = self.weight if self.table is None else self.table
+        assert table is not None
+        return ops.embedding(ids, table, self.scale, dtype=torch.float32)

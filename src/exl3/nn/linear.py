@@ -20,6 +20,9 @@ class Linear(nn.Module):
     `fused` names a tensor of the source that holds this matrix among others: (its name beside this one's, first row).
     """
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(self, in_features: int, out_features: int, *, fused: tuple[str, int] | None = None) -> None:
         super().__init__()
         self.in_features = in_features
@@ -66,6 +69,7 @@ class Linear(nn.Module):
         """x `(rows, in_features)` -> `(rows, out_features)` of `dtype`; `accumulate` adds into fp32 `out`."""
         if self.exl3 is not None:
             return ops.linear(x, self.exl3, out=out, accumulate=accumulate, dtype=dtype)
+        assert self.weight is not None
         return ops.dense(x, self.weight, self.bias, out=out, accumulate=accumulate, dtype=dtype)
 
 
@@ -74,9 +78,10 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
-def fusable(linears: Sequence[Linear]) -> bool:
-    """Whether one `ops.linear` call may stand for all of `linears`."""
-    return all(linear.exl3 is not None and not hooked(linear) for linear in linears)
+def exl3_weights(linears: Sequence[Linear]) -> tuple[ops.Weight, ...]:
+    """The weights of `linears` if one `ops.linear` call may stand for all of them, else none."""
+    weights = tuple([linear.exl3 for linear in linears if linear.exl3 is not None and not hooked(linear)])
+    return weights if len(weights) == len(linears) else ()
 
 
 def project(
@@ -87,8 +92,8 @@ def project(
     One native call with one input rotation and the RMSNorm inside where all are EXL3; one by one, through their hooks,
     otherwise; then norm(x) is rounded to `norm_dtype` (default: `dtype`) in between.
     """
-    if fusable(linears) and (norm is None or norm.fusable):
-        weights = tuple(linear.exl3 for linear in linears)
+    weights = exl3_weights(linears)
+    if weights and (norm is None or norm.fusable):
         return ops.linear(x, weights, norm=None if norm is None else norm.scale, eps=0.0 if norm is None else norm.eps, dtype=dtype)
     if norm is not None:
         x = norm(x, dtype=norm_dtype or dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from exl3 import ops
 from exl3.errors import UnsupportedError
-from exl3.nn.linear import Linear, fusable, project, project_out
+from exl3.nn.linear import Linear, exl3_weights, project, project_out
 
 # names as config.json spells them -> names of exl3.ops
 ACTIVATIONS = {
@@ -56,8 +56,8 @@ class MLP(nn.Module):
             (up,) = project(x, (self.up_proj,), norm=norm, dtype=self.dtype)
             return ops.act_mul(up, None, self.activation, self.activation_params())
         pair = (self.gate_proj, self.up_proj)
-        if fusable(pair) and (norm is None or norm.fusable):
-            weights = (self.gate_proj.exl3, self.up_proj.exl3)
+        weights = exl3_weights(pair)
+        if weights and (norm is None or norm.fusable):
             scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
             return ops.linear(x, weights, norm=scale, eps=eps, activation=self.activation, dtype=self.dtype)
         gate, up = project(x, pair, norm=norm, dtype=self.dtype)

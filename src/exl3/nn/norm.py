@@ -14,6 +14,7 @@ class RMSNorm(nn.Module):
     `weight` is kept as in the file, `scale` is its fp32 copy with the 1 folded in. `size` is the length normalised.
     """
 
+    scale: Tensor | None
     subtract_mean = False
     tensor_names = ("weight",)  # read from the checkpoint by these names, handed to `set`
     fusable = True  # `ops.linear` can do it on its way in
