@@ -226,7 +226,7 @@ class Generator:
         if job.pages:
             full = len(job.chain)
             parent = job.chain[-1] if full else self.pagetable.root
-            self.pagetable.release(job.pages, (parent, job.ids[full * PAGE : job.cached]))
+            self.pagetable.release(job.pages, (full, parent, job.ids[full * PAGE : job.cached]))
             job.pages = []
             job.chain = []
             self._retry = True

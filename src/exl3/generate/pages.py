@@ -145,17 +145,15 @@ class PageTable:
             self.by_parent[parent].add(page)
         return name
 
-    def release(self, pages: Sequence[int], tail: tuple[bytes, np.ndarray] | None = None) -> None:
-        """Gives a job's pages back. `tail`: (parent hash, tokens) of the first unpublished page, which stays usable for a copy."""
+    def release(self, pages: Sequence[int], tail: tuple[int, bytes, np.ndarray] | None = None) -> None:
+        """Gives a job's pages back. `tail`: (place in `pages` of the first that is not published, its parent's hash, its tokens): it stays
+        usable for a copy."""
         self.serial += 1
-        for index in pages:
+        for at, index in enumerate(pages):
             p = self.pages[index]
-            if p.hash is None and tail is not None:
-                parent, tokens = tail
-                tail = None
-                if len(tokens) >= 2:
-                    p.parent, p.tokens = parent, np.array(tokens[:PAGE], np.int32)
-                    self.by_parent[parent].add(index)
+            if tail is not None and at == tail[0] and len(tail[2]) >= 2:
+                p.parent, p.tokens = tail[1], np.array(tail[2][:PAGE], np.int32)
+                self.by_parent[p.parent].add(index)
             p.used = self.serial
             self._drop(p)
 

@@ -84,6 +84,9 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
     return {decoder["type"]}
 
 
+_FLAGS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
+
+
 def _joins_next(text: str) -> bool:
     """Whether the last character may still grow into a joined emoji: it is a joiner, or something a joiner or modifier can follow."""
     c = ord(text[-1])
@@ -100,13 +103,10 @@ def _settled(text: str) -> int:
     if not text or not _joins_next(text):
         return len(text)
     start = len(text) - 1
-    flags = 0
-    while start > 0 and len(text) - start < 32:
-        c, before = ord(text[start]), ord(text[start - 1])
-        if 0x1F1E6 <= c <= 0x1F1FF and 0x1F1E6 <= before <= 0x1F1FF and flags == 0:
-            flags = 1  # two regional indicators are one flag
-        elif not (_extends(c) or before == 0x200D):
-            break
+    if 0x1F1E6 <= ord(text[start]) <= 0x1F1FF:  # two regional indicators are one flag, counted from the left
+        run = len(text) - len(text.rstrip(_FLAGS))
+        return len(text) - run % 2
+    while start > 0 and len(text) - start < 32 and (_extends(ord(text[start])) or text[start - 1] == "\u200d"):
         start -= 1
     return start
 
