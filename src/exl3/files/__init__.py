@@ -2,6 +2,8 @@
 directory), config, shards (writing), tokenizer, gguf (import), lora (PEFT adapters)."""
 
 from exl3.files.checkpoint import Checkpoint, EmbeddingFiles
+from exl3.files.gguf import GGUF
+from exl3.files.gguf_import import import_gguf
 from exl3.files.linears import LinearFiles, load_linears
 from exl3.files.safetensors import TensorInfo, read_header
 from exl3.files.shards import ShardWriter, check_disk, write_shards, write_tensors
@@ -9,6 +11,7 @@ from exl3.files.slabs import read_tensors
 from exl3.files.tokenizer import TextStream, Tokenizer
 
 __all__ = [
+    "GGUF",
     "Checkpoint",
     "EmbeddingFiles",
     "LinearFiles",
@@ -17,6 +20,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "check_disk",
+    "import_gguf",
     "load_linears",
     "read_header",
     "read_tensors",
