@@ -61,8 +61,8 @@ def _table(codebook: str, multiplier: int, device: torch.device) -> Tensor:
     x = (torch.arange(65536, dtype=torch.int64, device="cpu") * multiplier + add) & 0xFFFFFFFF
     if codebook == "mul1":
         total = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255) + (x >> 24)
-        scale, shift = _half(torch.tensor([0x1EEE, 0xC931], device="cpu")).double()
-        return ((1024 + total).double() * scale + shift).half()  # exact before the one rounding
+        constants = _half(torch.tensor([0x1EEE, 0xC931], device="cpu")).double()
+        return ((1024 + total).double() * constants[0] + constants[1]).half()  # exact before the one rounding
     x = (x & 0x8FFF8FFF) ^ 0x3B603B60
     return (_half(x & 0xFFFF).float() + _half(x >> 16).float()).half()  # the fp32 sum is exact: one rounding
 
