@@ -12,12 +12,17 @@ import numpy as np
 import torch
 
 from exl3.errors import ArgumentError, UnsupportedError
+from exl3.generate.pages import JobTooLargeError
 from exl3.generate.presets import DefaultSampler
 from exl3.generate.sampling import Plan, Sampler, SS_Base
 from exl3.generate.stream import Rewind, Stream, Token
 from exl3.generate.text import LoopDetector, Pieces
 
 _serials = itertools.count(1)
+
+
+class ContextLengthError(JobTooLargeError, ArgumentError):
+    """Prompt and new tokens are more than the model's context holds."""
 
 
 def as_ids(input_ids: Any) -> np.ndarray:
@@ -184,8 +189,9 @@ class Job:
             raise ArgumentError(f"input_ids: {int(wrong[0])} is outside the vocabulary of {vocab} tokens")
         context = generator.max_context
         if len(self.prompt) > context:
-            raise ArgumentError(
-                f"input_ids: the prompt has {len(self.prompt)} tokens, the context holds {context}; shorten it, or load with a larger max_tokens"
+            raise ContextLengthError(
+                f"input_ids: the prompt has {len(self.prompt)} tokens, the context holds {context}: it cannot be enqueued; "
+                "shorten it, or load with a larger max_tokens"
             )
         pieces = generator.pieces
         if self.token_healing and len(self.prompt) > 1 and pieces is not None:
@@ -210,13 +216,14 @@ class Job:
         room = min(context, generator.max_total_tokens) - len(self.prompt)
         if self.max_new_tokens is None:
             if room < 1:
-                raise ArgumentError(f"the prompt of {len(self.prompt)} tokens leaves no room in a context of {context}")
+                raise ContextLengthError(f"the prompt of {len(self.prompt)} tokens leaves no room in a context of {context}")
             self.max_new_tokens = room
         elif self.max_new_tokens > room and self.clamp and room >= 1:
             self.max_new_tokens, self.limited_by = room, "clamped"
         if len(self.prompt) + self.max_new_tokens > context and context < generator.max_total_tokens:
-            raise ArgumentError(
-                f"prompt {len(self.prompt)} + max_new_tokens {self.max_new_tokens} exceed the context of {context} tokens; lower max_new_tokens or pass clamp"
+            raise ContextLengthError(
+                f"prompt {len(self.prompt)} + max_new_tokens {self.max_new_tokens} exceed the context of {context} tokens and cannot be enqueued; "
+                "lower max_new_tokens or pass clamp"
             )
         generator.pagetable.check_fits(self.reserve())
 
