@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl3.codec.checks import need_tensors
 from exl3.codec.codebooks import codebook_table
 from exl3.codec.rings import as_states
 from exl3.codec.rotation import rotate
@@ -47,6 +48,7 @@ def pack_rings(states: Tensor, scales: Tensor, K: int) -> Tensor:
     """Inverse of `unpack_rings`: tail-biting states (n, dim), scales (n,) -> (n, 1 + dim*K/16) int16."""
     _check_ring_rate(K)
     states = as_states(states)
+    need_tensors(scales=scales)
     if states.dim() != 2 or states.shape[1] % 16 or tuple(scales.shape) != (states.shape[0],):
         raise ArgumentError(f"states must be (n, 16*m) and scales (n,), got {tuple(states.shape)} and {tuple(scales.shape)}")
     n, dim = states.shape
@@ -81,6 +83,7 @@ def embedding_encode(rows: Tensor, K: int, signs: Tensor | None = None) -> tuple
     seeded with the padded width, so that shards agree -> (trellis (n, G*(1 + 16*K)) int16, signs fp16).
     """
     _check_ring_rate(K)
+    need_tensors(rows=rows)
     if rows.dim() != 2 or not rows.dtype.is_floating_point or not rows.shape[1]:
         raise ArgumentError(f"rows must be (n, hidden) floating point, got {rows.dtype} of shape {tuple(rows.shape)}")
     n, hidden = rows.shape
@@ -124,8 +127,9 @@ def ngram_decode(trellis: Tensor, rows: Tensor, head_bias: Tensor, head_offsets:
     trellis: (n, 1 + 10*K) int16, the rings of the wanted rows; rows: (n,) their global row numbers; head_bias:
     (heads, 160) fp16; head_offsets: (heads,) int64, ascending -> (n, 160) fp32: value * scale + bias of the row's head.
     """
+    need_tensors(trellis=trellis, rows=rows, head_bias=head_bias, head_offsets=head_offsets)
     fits = head_bias.dim() == 2 and head_bias.shape[1] == NGRAM_DIM and head_offsets.shape == head_bias.shape[:1]
-    if not fits or rows.shape != trellis.shape[:1]:
+    if not fits or rows.dim() != 1 or rows.shape != trellis.shape[:1]:
         raise FormatError(
             f"n-gram table: head_bias must be (heads, {NGRAM_DIM}), head_offsets (heads,), rows (n,); got {tuple(head_bias.shape)}, "
             f"{tuple(head_offsets.shape)}, {tuple(rows.shape)} for trellis {tuple(trellis.shape)}"
@@ -143,6 +147,11 @@ def ngram_rows(ids: Tensor, layer_multipliers: Tensor, head_vocab_sizes: Tensor,
     int64. Heads are grouped by n-gram length 2 .. ngram_size. A token from before the start, or from behind an earlier
     end-of-sequence token, counts as `eos`.
     """
+    tables = {"layer_multipliers": layer_multipliers, "head_vocab_sizes": head_vocab_sizes, "head_offsets": head_offsets}
+    need_tensors(ids=ids, **tables)
+    for name, table in {"ids": ids, **tables}.items():
+        if table.dim() != 1 or table.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"{name} must be a vector of int64, got {table.dtype} of shape {tuple(table.shape)}")
     lengths = layer_multipliers.shape[0] - 1
     heads = head_offsets.shape[0]
     if lengths < 1 or heads % lengths or head_vocab_sizes.shape != head_offsets.shape:
@@ -179,6 +188,7 @@ def _check_ring_rate(K: int) -> int:
 
 
 def _ring_rate(rings: Tensor, dim: int) -> int:
+    need_tensors(rings=rings)
     if rings.dtype not in (torch.int16, torch.uint16) or rings.dim() != 2:
         raise FormatError(f"rings must be a matrix of int16, got {rings.dtype} of shape {tuple(rings.shape)}")
     per_bit = dim // 16
@@ -189,6 +199,7 @@ def _ring_rate(rings: Tensor, dim: int) -> int:
 
 
 def _check_embedding(trellis: Tensor, signs: Tensor, hidden: int) -> int:
+    need_tensors(trellis=trellis, signs=signs)
     if signs.dim() != 2 or signs.shape[1] != EMBEDDING_DIM or not signs.dtype.is_floating_point or not signs.shape[0]:
         raise FormatError(f"embedding signs must be (groups, {EMBEDDING_DIM}) float16, got {signs.dtype} of shape {tuple(signs.shape)}")
     groups = signs.shape[0]

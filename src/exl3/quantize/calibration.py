@@ -47,13 +47,13 @@ class Calibration:
 
 def read_bundled(name: str) -> list[str]:
     """Documents of one kind of the bundled text."""
-    data = resources.files("exl3.quantize").joinpath("data", f"{name}.txt.xz").read_bytes()
+    data = resources.files("exl3.quantize").joinpath("data").joinpath(f"{name}.txt.xz").read_bytes()
     return lzma.decompress(data).decode("utf-8").split(SEPARATOR)
 
 
 def read_chats() -> list[list[str]]:
     """Bundled [user, assistant] pairs."""
-    data = resources.files("exl3.quantize").joinpath("data", "chat.jsonl.xz").read_bytes()
+    data = resources.files("exl3.quantize").joinpath("data").joinpath("chat.jsonl.xz").read_bytes()
     return [json.loads(line) for line in lzma.decompress(data).decode("utf-8").splitlines()]
 
 
@@ -84,7 +84,9 @@ def bundled(tokenizer: Any, rows: int, cols: int, vocab_size: int, seed: int = 0
     sources["random"] = random
     ids = torch.cat(parts)
     if int(ids.max()) >= vocab_size:
-        raise ArgumentError(f"the tokenizer produces id {int(ids.max())}, the model's vocabulary has {vocab_size}; the files don't belong together")
+        raise ArgumentError(
+            f"the tokenizer produces id {int(ids.max())}, the model's vocabulary has {vocab_size}; the files don't belong together"
+        )
     return Calibration(ids[torch.randperm(len(ids), generator=generator)].contiguous(), sources)
 
 
@@ -142,7 +144,9 @@ def from_file(path: str, rows: int | None, cols: int | None, vocab_size: int, to
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero()
     if len(outside):
         row, column = outside[0].tolist()
-        raise ArgumentError(f"cal_data {path}: id {int(ids[row, column])} in row {row}, column {column} is outside the vocabulary of {vocab_size}")
+        raise ArgumentError(
+            f"cal_data {path}: id {int(ids[row, column])} in row {row}, column {column} is outside the vocabulary of {vocab_size}"
+        )
     return Calibration(ids.to(torch.int32), {Path(path).name: len(ids)})
 
 

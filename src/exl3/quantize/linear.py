@@ -54,6 +54,7 @@ class Quantized:
 
     tensors: dict[str, Tensor]
     report: TensorReport
+    values: Tensor  # (k, n) decoded trellis values, rotated basis, on the device
 
 
 def quantize_group(
@@ -94,9 +95,11 @@ def quantize_group(
         call: Encode = lambda tiles, rate=rate: encode(tiles, rate, settings.seam_window)  # noqa: E731
         for w, solution in zip(same, ldlq(problems, call, progress)):
             w.states, w.values = solution.states, solution.values
-    seconds = time.monotonic() - started
-    share = sum(w.target.numel() for w in work)
-    return [_finish(w, matrix, calibrated, settings, seconds * w.target.numel() / share) for w in work]
+    results = [_finish(w, matrix, calibrated, settings) for w in work]
+    seconds, share = time.monotonic() - started, sum(w.target.numel() for w in work)
+    for w, result in zip(work, results):
+        result.report.seconds = seconds * w.target.numel() / share  # they were worked on together
+    return results
 
 
 @dataclass
@@ -111,7 +114,7 @@ class _Work:
     values: Tensor | None = None
 
 
-def _finish(w: _Work, matrix: Tensor, calibrated: bool, settings: Settings, seconds: float) -> Quantized:
+def _finish(w: _Work, matrix: Tensor, calibrated: bool, settings: Settings) -> Quantized:
     assert w.states is not None and w.values is not None
     used = 0.0 if w.factor is None else w.factor.damping
     metric = damped(matrix, used) if calibrated else matrix
@@ -141,9 +144,9 @@ def _finish(w: _Work, matrix: Tensor, calibrated: bool, settings: Settings, seco
         damping=used,
         retries=0 if w.factor is None else w.factor.retries,
         calibrated=calibrated,
-        seconds=seconds,
+        seconds=0.0,
     )
-    return Quantized({name: t.cpu().contiguous() for name, t in tensors.items()}, report)
+    return Quantized({name: t.cpu().contiguous() for name, t in tensors.items()}, report, w.values)
 
 
 def _pad(w: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ def sample_tiles(rotated: Tensor, count: int = _SAMPLE_TILES) -> Tensor:
     """Evenly spread 16x16 tiles `(count, 256)`, the order within a tile left as it is."""
     k, n = rotated.shape
     total = (k // 16) * (n // 16)
+    count = max(8, min(count, total // 32))  # a search costs about seven encodings of the sample: a small matrix must not pay much for it
     step = max(1, total // count)
     step += step % 2 == 0 and step > 1  # odd, so that a power-of-two width doesn't pick one column of tiles
     index = torch.arange(0, total, step, device=rotated.device)[: 2 * count]

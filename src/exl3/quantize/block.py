@@ -1,0 +1,283 @@
+"""One decoder block in a conversion: capture the inputs of its matrices, quantize them, carry the calibration rows to the next block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl3.cache import Batch
+from exl3.nn import MLP, Linear
+from exl3.ops import reference
+from exl3.quantize.hessian import Hessian, check_activations, check_weights
+from exl3.quantize.linear import EncodeAt, Member, Quantized, Settings, quantize_group
+from exl3.quantize.regularize import column_rms, restore
+from exl3.quantize.report import BlockReport
+
+REFERENCE_TOKENS = 2048  # of the rows on which a block's error is measured
+SENSITIVITY_TOKENS = 2048
+OUT_SCALE_RATIO = 1.05  # above it, a gated MLP's columns with much energy are also the sensitive ones: leave their noise alone
+
+
+@dataclass
+class Policy:
+    """How a block is treated."""
+
+    settings: Settings
+    out_scales: str = "auto"
+    recapture: bool = True
+    correction: float = 0.0
+    token_weighting: bool = False
+
+
+@dataclass
+class BlockResult:
+    tensors: dict[str, Tensor]
+    reports: list[Any]
+    block: BlockReport
+    warnings: list[str] = field(default_factory=list)
+
+
+class Streams:
+    """The residual stream of all calibration rows, `(rows, cols, hidden)` fp32 on the host, and optionally the original model's beside it."""
+
+    def __init__(self, model: Any, quantized: Tensor, original: Tensor | None, device: torch.device, batch_tokens: int) -> None:
+        self.model, self.device = model, device
+        self.quantized, self.original = quantized, original
+        self.rows_per_batch = max(1, batch_tokens // quantized.shape[1])
+        self._batches: dict[int, Batch] = {}
+
+    def batches(self, rows: int | None = None) -> Iterator[tuple[int, Batch, Tensor, Tensor | None]]:
+        """(first row, batch, stream of the quantized prefix (tokens, hidden) on the device, the original's or None): copies, free to overwrite."""
+        total = self.quantized.shape[0] if rows is None else min(rows, self.quantized.shape[0])
+        for start in range(0, total, self.rows_per_batch):
+            end = min(start + self.rows_per_batch, total)
+            original = None if self.original is None else self._copy(self.original, start, end)
+            yield start, self.batch(end - start), self._copy(self.quantized, start, end), original
+
+    def _copy(self, stream: Tensor, start: int, end: int) -> Tensor:
+        return stream[start:end].reshape(-1, stream.shape[2]).to(self.device, copy=True)
+
+    def batch(self, rows: int) -> Batch:
+        """A whole-sequence batch of that many rows with its rotary tables (positions only: ids are not looked at by blocks)."""
+        if rows not in self._batches:
+            self._batches[rows] = Batch.whole(torch.zeros(rows, self.quantized.shape[1], dtype=torch.int32, device=self.device))
+            self.model.prepare(self._batches[rows])
+        return self._batches[rows]
+
+
+class _Captured(Exception):
+    """Ends a forward pass once the wanted input was seen."""
+
+
+@contextmanager
+def _inputs(linear: Linear, sink: Callable[[Tensor], None], stop: bool) -> Iterator[None]:
+    def hook(_: Any, args: tuple[Tensor, ...]) -> None:
+        sink(args[0])
+        if stop:
+            raise _Captured
+
+    handle = linear.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def capture(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batch: Batch) -> Tensor:
+    """The input of `linear` when `run` processes x, `(tokens, in_features)`; the pass is cut short there."""
+    seen: list[Tensor] = []
+    with _inputs(linear, seen.append, stop=True):
+        try:
+            run(x, batch)
+        except _Captured:
+            pass
+    return seen[0]
+
+
+def quantize_block(
+    block: Any, streams: Streams, rates: dict[str, float], policy: Policy, encode: EncodeAt, progress: Callable[[int], None] | None = None
+) -> BlockResult:
+    """Quantizes the matrices of `block` in order of execution, then moves both streams behind it. The block holds dense weights before
+    and dequantized ones after."""
+    started = time.monotonic()
+    groups = block.quant_groups()
+    linears = dict(pair for group in groups for pair in group)
+    for key, linear in linears.items():
+        check_weights(linear.weight, key)
+        linear.set_dense(linear.weight.data.float(), None if linear.bias is None else linear.bias.data)
+    originals = {key: (linear.weight.data, linear.bias) for key, linear in linears.items()}
+    reference_rows = max(1, min(streams.quantized.shape[0], REFERENCE_TOKENS // streams.quantized.shape[1]))
+    wanted = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
+    result = BlockResult({}, [], BlockReport(block.key, 0.0, 0.0, 0.0))
+    statistics = {} if policy.recapture else _capture_all(block, groups, streams)
+    gates = _gated(block)
+    for group in groups:
+        name, first = group[0]
+        hessian, sample = statistics.get(name) or _capture_group(block, name, first, streams, policy, originals, linears)
+        hessian.check()
+        if hessian.dead_channels:
+            result.block.dead_channels[name] = hessian.dead_channels
+        members = []
+        for key, linear in group:
+            if rates[key] == 16:
+                continue
+            bias = originals[key][1]
+            use = _use_out_scales(linear, gates, sample, policy.out_scales)
+            members.append(Member(key, _target(linear, hessian, policy), rates[key], None if bias is None else bias.data, use))
+        for q in quantize_group(members, hessian, encode, policy.settings, progress) if members else []:
+            result.tensors |= q.tensors
+            result.reports.append(q.report)
+            _install(linears[q.report.key], q, originals[q.report.key][1])
+    for key, linear in linears.items():
+        if rates[key] == 16:
+            weight, bias = originals[key]
+            result.tensors[f"{key}.weight"] = weight.half().cpu()
+            if bias is not None:
+                result.tensors[f"{key}.bias"] = bias.data.half().cpu()
+    got = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
+    result.block.rfn, result.block.cosine_error = block_error(torch.cat(got), torch.cat(wanted))
+    _advance(block, streams, originals, linears)
+    result.block.seconds = time.monotonic() - started
+    return result
+
+
+def _capture_group(
+    block: Any, name: str, first: Linear, streams: Streams, policy: Policy, originals: dict[str, Any], linears: dict[str, Linear]
+) -> tuple[Hessian, Tensor]:
+    """Statistics of one input, the earlier groups of the block as they are now."""
+    hessian = Hessian(name, first.in_features, streams.device, cross=policy.correction > 0)
+    sample: list[Tensor] = []
+    for row, batch, x, original in streams.batches():
+        seen = capture(block, first, x, batch)
+        check_activations(seen, block.key, name, row * streams.quantized.shape[1])
+        other = None
+        if policy.correction > 0 and original is not None:
+            with _weights(linears, originals):
+                other = capture(block, first, original, batch)
+        hessian.add(seen, other, token_weights(seen) if policy.token_weighting else None)
+        if sum(len(s) for s in sample) < SENSITIVITY_TOKENS:
+            sample.append(seen)
+    return hessian, torch.cat(sample)[:SENSITIVITY_TOKENS]
+
+
+def _capture_all(block: Any, groups: list[list[tuple[str, Linear]]], streams: Streams) -> dict[str, tuple[Hessian, Tensor]]:
+    """Statistics of all inputs in one pass through the unquantized block."""
+    found: dict[str, tuple[Hessian, list[Tensor]]] = {}
+    handles = []
+    place = [0]
+    for (name, linear), *_ in groups:
+        found[name] = (Hessian(name, linear.in_features, streams.device), [])
+
+        def note(_: Any, args: tuple[Tensor, ...], name: str = name) -> None:  # at once: x may be changed in place afterwards
+            hessian, sample = found[name]
+            check_activations(args[0], block.key, name, place[0] * streams.quantized.shape[1])
+            hessian.add(args[0])
+            if not sample:
+                sample.append(args[0][:SENSITIVITY_TOKENS].clone())
+
+        handles.append(linear.register_forward_pre_hook(note))
+    try:
+        for place[0], batch, x, _ in streams.batches():
+            block(x, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: (hessian, sample[0]) for name, (hessian, sample) in found.items()}
+
+
+def token_weights(x: Tensor) -> Tensor:
+    """1 for ordinary tokens, less for those whose energy is far above the median: attention sinks would dominate the statistics."""
+    energy = x.float().square().sum(1)
+    return (4 * energy.median() / energy.clamp_min(1e-30)).clamp(max=1.0)
+
+
+@contextmanager
+def _weights(linears: dict[str, Linear], weights: dict[str, Any]) -> Iterator[None]:
+    """The block with other weights for a while."""
+    kept = {key: (linear.weight.data, linear.bias) for key, linear in linears.items()}
+    try:
+        _set(linears, weights)
+        yield
+    finally:
+        _set(linears, kept)
+
+
+def _set(linears: dict[str, Linear], weights: dict[str, Any]) -> None:
+    for key, (weight, bias) in weights.items():
+        linears[key].set_dense(weight, None if bias is None else bias.data)
+
+
+def _install(linear: Linear, q: Quantized, bias: Tensor | None) -> None:
+    """Puts the dequantized matrix in place, as the file will give it."""
+    device = linear.weight.device
+    key = q.report.key
+    rotated = q.values.to(device)
+    w = restore(rotated, q.tensors[f"{key}.suh"].to(device), q.tensors[f"{key}.svh"].to(device))
+    linear.set_dense(w[: linear.in_features, : linear.out_features].T.contiguous(), None if bias is None else bias.data.half().float())
+
+
+def _target(linear: Linear, hessian: Hessian, policy: Policy) -> Tensor:
+    """The weight to approximate: the original, or the one that on the quantized prefix's inputs gives what the original gives on its own."""
+    weight = linear.weight.data
+    if policy.correction == 0 or not hessian.usable:
+        return weight
+    k = weight.shape[1]
+    matrix = hessian.matrix()[:k, :k]
+    drift = hessian.cross()[:k, :k] - matrix
+    damping = policy.settings.damping * matrix.diagonal().mean()
+    solved = torch.linalg.solve(matrix + damping * torch.eye(k, device=matrix.device), drift @ weight.T)
+    return weight + policy.correction * solved.T
+
+
+def _gated(block: Any) -> dict[int, MLP]:
+    return {id(part): m for m in block.modules() if isinstance(m, MLP) and m.gated for part in (m.gate_proj, m.up_proj)}
+
+
+def _use_out_scales(linear: Linear, gates: dict[int, MLP], sample: Tensor, mode: str) -> bool:
+    """Whether the columns' RMS goes into svh (quantizer description, section 5.2)."""
+    if mode != "auto":
+        return mode == "always"
+    mlp = gates.get(id(linear))
+    if mlp is None:
+        return True
+    sensitivity = _sensitivity(mlp, linear, sample)
+    energy = column_rms(linear.weight.data.float().T).square()
+    return bool((sensitivity * energy).mean() <= OUT_SCALE_RATIO * sensitivity.mean() * energy.mean())
+
+
+def _sensitivity(mlp: MLP, linear: Linear, x: Tensor) -> Tensor:
+    """Mean square of d(act(g) u) / d(output of `linear`) per channel, times the squared norm of the channel's row in the down projection."""
+    with torch.enable_grad():
+        x = x.float()
+        values = [x @ part.weight.data.float().T + (0 if part.bias is None else part.bias.data) for part in (mlp.gate_proj, mlp.up_proj)]
+        wanted = values[0 if linear is mlp.gate_proj else 1].requires_grad_()
+        product = reference.act_mul(values[0], values[1], mlp.activation, mlp.activation_params())
+        (slope,) = torch.autograd.grad(product.sum(), wanted)
+    return slope.square().mean(0) * mlp.down_proj.weight.data.float().square().sum(0)
+
+
+def _advance(block: Any, streams: Streams, originals: dict[str, Any], linears: dict[str, Linear]) -> None:
+    """Both streams through the block."""
+    cols = streams.quantized.shape[1]
+    for row, batch, x, original in streams.batches():
+        y = block(x, batch)
+        check_activations(y.view(-1, cols, y.shape[1]), block.key, "the next block", row)
+        streams.quantized[row : row + batch.rows] = y.view(batch.rows, cols, -1).to(streams.quantized.device)
+        if original is not None and streams.original is not None:
+            with _weights(linears, originals):
+                y = block(original, batch)
+            streams.original[row : row + batch.rows] = y.view(batch.rows, cols, -1).to(streams.original.device)
+
+
+def block_error(got: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """(||got - wanted|| / ||wanted||, 1 - cosine) of two streams, token by token for the cosine."""
+    got, wanted = got.float(), wanted.float()
+    rfn = (got - wanted).norm() / wanted.norm().clamp_min(1e-30)
+    cosine = 1 - torch.nn.functional.cosine_similarity(got, wanted, dim=-1).mean()
+    return float(rfn), float(cosine)

@@ -1,0 +1,419 @@
+"""`exl3.convert`: a Hugging Face model directory becomes an EXL3 one (quantizer description, sections 2 and 15)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl3 import ops
+from exl3.errors import ArgumentError, JobError, MissingTensorError, UnsupportedError
+from exl3.files import Checkpoint, Tokenizer
+from exl3.models.loading import default_device, locate
+from exl3.models.registry import build
+from exl3.quantize import calibration as cal
+from exl3.quantize.block import Policy, Streams, capture, quantize_block
+from exl3.quantize.compile import config_block, write_model
+from exl3.quantize.embedding import quantize_embedding
+from exl3.quantize.hessian import Hessian, check_activations, check_weights
+from exl3.quantize.job import Job, changed_settings, check_streams, fingerprint, stream_tensors
+from exl3.quantize.linear import EncodeAt, Member, Settings, quantize_group
+from exl3.quantize.options import CHANGEABLE, ConvertOptions
+from exl3.quantize.plan import Plan, check_resources, make_plan
+from exl3.quantize.recipe import format_recipe
+from exl3.quantize.report import BlockReport, Report
+
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass of a block
+
+# (weights done, weights in all, what is being worked on)
+Progress = Callable[[int, int, str], None]
+
+
+def convert(
+    input_dir: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    bits: float | None = None,
+    *,
+    work_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    log: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Report:
+    """Quantizes the model in `input_dir` to EXL3 at `bits` per weight (decoder matrices, head apart) and writes it to `output_dir`.
+
+    work_dir    checkpoints, default `output_dir` + ".work"; with `resume=True` all else is taken from there
+    progress    told (weights done, weights in all, name) as the work goes on
+    log         takes lines for people
+    options     see `exl3.quantize.options.ConvertOptions`
+
+    Raises an `Exl3Error` with what, where and what to do; after an interruption the work folder can be resumed and gives the same bytes.
+    """
+    given = {k: v for k, v in (("bits", bits), ("input_dir", input_dir), ("output_dir", output_dir)) if v is not None}
+    given |= {"input_dir": os.fspath(input_dir)} if input_dir is not None else {}
+    given |= {"output_dir": os.fspath(output_dir)} if output_dir is not None else {}
+    known = {f.name for f in dataclasses.fields(ConvertOptions)}
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"convert has no option {name!r}; it has {', '.join(sorted(known))}")
+    given |= options
+    if work_dir is None:
+        if output_dir is None:
+            raise ArgumentError("no output_dir (-o); a resumed job may be named by its work_dir (-w) alone")
+        work_dir = os.fspath(output_dir).rstrip("/\\") + ".work"
+    return _Conversion(Path(work_dir), given, progress, log or (lambda line: None)).run()
+
+
+class _Conversion:
+    """The state of one call of `convert`."""
+
+    def __init__(self, work: Path, given: dict[str, Any], progress: Progress | None, log: Callable[[str], None]) -> None:
+        self.work, self.given, self.log = work, given, log
+        self.progress = progress
+        self.done_weights = 0
+        self.total_weights = 0
+        self.current = ""
+        self.warnings: list[str] = []
+
+    def run(self) -> Report:
+        resume = bool(self.given.get("resume"))
+        if not resume:
+            ConvertOptions(**self._own(self.given)).checked()  # a wrong option is told before anything is created
+            self._paths()
+        existed = self.work.exists()
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with Job(self.work) as job:
+                    report = self._run(job, resume)
+            except BaseException:
+                self._tell(caught)
+                if not existed and not (self.work / "job.json").exists():  # nothing was begun: leave no trace
+                    (self.work / "lock").unlink(missing_ok=True)
+                    if self.work.exists() and not any(self.work.iterdir()):
+                        self.work.rmdir()
+                raise
+            report.warnings = self._tell(caught)
+        return report
+
+    def _tell(self, caught: list[warnings.WarningMessage]) -> list[str]:
+        lines = list(dict.fromkeys([*self.warnings, *(str(w.message) for w in caught)]))
+        for line in lines:
+            self.log(f"warning: {line}")
+        return lines
+
+    @staticmethod
+    def _own(given: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in given.items() if k not in ("input_dir", "output_dir")}
+
+    def _paths(self) -> tuple[Path, Path]:
+        for name, flag in (("input_dir", "-i"), ("output_dir", "-o")):
+            if not self.given.get(name):
+                raise ArgumentError(f"no {name} ({flag})")
+        source, output = Path(self.given["input_dir"]), Path(self.given["output_dir"])
+        if not source.is_dir():
+            raise ArgumentError(f"input_dir {source}: no such directory")
+        if output.resolve() in (source.resolve(), self.work.resolve()):
+            raise ArgumentError(f"output_dir {output} is also the source or the work folder; choose another")
+        return source, output
+
+    # set-up
+
+    def _run(self, job: Job, resume: bool) -> Report:
+        started = time.monotonic()
+        stored = job.stored()
+        if stored is not None and not resume:
+            raise JobError(f"{self.work}: holds an unfinished conversion; go on with --resume, or remove the folder")
+        if resume and stored is None:
+            self.warnings.append(f"{self.work}: nothing to resume, starting anew")
+            resume = False
+        options = self._options(stored)
+        source_dir, output_dir = self._paths()
+        device = choose_device(options.devices)
+        options = options.with_calibration(device.type)
+        source = Checkpoint.open(source_dir)
+        if source.is_exl3:
+            raise UnsupportedError(f"{source_dir}: is an EXL3 model already; give the unquantized model")
+        model = build(source.config)
+        found = locate(model, source)
+        self._note_unused(model, source, found.used)
+        plan = make_plan(model, source, options, found.used)
+        model.place(device)
+        check_resources(plan, model, options, device, self.work, output_dir, resuming=resume)
+        tokenizer = self._tokenizer(source)
+        mark = fingerprint(source_dir)
+        if stored is not None:
+            if stored["fingerprint"] != mark:
+                raise JobError(
+                    f"{source_dir}: is not the model this job was begun with ({stored['options']['input_dir']}); restore it or start anew"
+                )
+            if {k: float(v) for k, v in stored["rates"].items()} != plan.rates:
+                raise JobError(f"{self.work}: the rates of the stored job cannot be derived any more (was the recipe edited?); start anew")
+            rows = cal.Calibration(job.calibration(), stored["calibration"])
+            job.update(options=self._as_stored(options))
+        else:
+            rows = self._calibration(options, tokenizer, model.config.vocab_size)
+            job.begin(
+                {"options": self._as_stored(options), "fingerprint": mark, "rates": plan.rates, "calibration": rows.sources}, rows.ids
+            )
+        self.log(
+            f"{type(model).__name__}, {len(plan.specs)} matrices in {len(model.blocks)} blocks, {plan.bits:.2f} bits per weight, "
+            f"head {plan.head_bits:g}, codebook {options.codebook}, on {device}"
+        )
+        if options.hq and not any(s.hq_bits for s in plan.specs):
+            self.log("-hq names no layer of this architecture (it concerns mixture-of-experts models)")
+        self.log(f"calibration: {rows.describe()}")
+        self._loop(job, model, source, plan, options, rows, device)
+        return self._finish(job, model, source, plan, options, rows, output_dir, started)
+
+    def _options(self, stored: dict[str, Any] | None) -> ConvertOptions:
+        """Given options over stored ones; JobError where a resumed job would change."""
+        if stored is not None:
+            old = stored["options"]
+            asked = {k: v for k, v in self.given.items() if k != "resume"}
+            wrong = {k: v for k, v in changed_settings(old, asked).items() if k not in CHANGEABLE}
+            if wrong:
+                name, (was, now) = next(iter(wrong.items()))
+                raise JobError(
+                    f"{self.work}: this job was begun with {name}={was}, not {now}; leave the option out, or start anew in another folder"
+                )
+            self.given = old | asked
+        return ConvertOptions(**self._own(self.given)).checked()
+
+    def _as_stored(self, options: ConvertOptions) -> dict[str, Any]:
+        own = dataclasses.asdict(options) | {"resume": False}
+        return own | {name: str(Path(self.given[name]).absolute()) for name in ("input_dir", "output_dir")}
+
+    def _note_unused(self, model: Any, source: Checkpoint, used: set[str]) -> None:
+        unused = [n for n in source.unused(used) if not (model.other_parts and n.startswith(model.other_parts))]
+        if unused:
+            self.warnings.append(
+                f"{len(unused)} tensors of the source are not used by {type(model).__name__} and are left out: {', '.join(unused[:8])}"
+            )
+
+    def _tokenizer(self, source: Checkpoint) -> Any:
+        try:
+            return Tokenizer.from_directory(source.path)
+        except MissingTensorError:
+            return None
+
+    def _calibration(self, options: ConvertOptions, tokenizer: Any, vocab: int) -> cal.Calibration:
+        assert options.cal_rows is not None and options.cal_cols is not None
+        if options.cal_data:
+            return cal.from_file(options.cal_data, options.cal_rows, options.cal_cols, vocab, tokenizer)
+        return cal.bundled(tokenizer, options.cal_rows, options.cal_cols, vocab, options.seed)
+
+    # the work
+
+    def _loop(
+        self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+    ) -> None:
+        weights = [sum(s.weights for s in plan.specs if s.layer == b.layer and plan.rates[s.key] != 16) for b in model.blocks]
+        weights.append(plan.head.weights if plan.head_bits != 16 else 0)
+        self.total_weights = sum(weights) + (plan.embed_elements if plan.embed_bits != 16 else 0)
+        encode = _encoder(options.codebook)
+        done, streams = job.state()
+        policy = _policy(options)
+        if not streams:
+            done, streams = 0, self._embed(job, model, source, plan, options, rows, device)
+        else:
+            check_streams(streams, (rows.rows, rows.cols, model.config.hidden_size), job.folder / "state.safetensors")
+            self.log(f"resuming behind block {done}")
+        self.done_weights = sum(weights[:done])
+        batch = BATCH_TOKENS.get(device.type, 16384)
+        state = Streams(model, streams["quantized"], streams.get("original"), device, batch)
+        for i in range(done, len(model.blocks)):
+            self.current = model.blocks[i].key
+            block = model.load_block(i, source, device)
+            result = quantize_block(block, state, plan.rates, policy, encode, self._step)
+            model.unload_block(i)
+            self._save(job, i, result.tensors, result.reports, result.block, options)
+            self._checkpoint(job, i + 1, state, options)
+            if options.max_module is not None and i >= options.max_module:
+                job.save_state(i + 1, stream_tensors(state.quantized, state.original))
+                raise JobError(f"stopped behind block {i} as asked (--max-module); go on with --resume")
+        self._head(job, model, source, plan, options, state, encode, device)
+
+    def _embed(
+        self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+    ) -> dict[str, Tensor]:
+        """The streams behind the embedding; a ring-quantized table is made here."""
+        from exl3.cache import Batch
+
+        self.current = model.embed_key
+        model.load_embed(source, torch.device("cpu"))
+        table = model.model.embed_tokens
+        check_weights(table.weight.data, model.embed_key)
+        ids = rows.ids
+        original = self._look_up(model, Batch, ids)
+        quantized = original
+        if plan.embed_bits != 16:
+            encode = lambda tiles: ops.encode(tiles, plan.embed_bits, "mul1", seam_window=options.seam_window or 0)  # noqa: E731
+            tensors, decoded = quantize_embedding(model.embed_key, table.weight.data.to(device), plan.embed_bits, encode, self._step)
+            job.save_module(len(model.blocks) + 1, tensors, {"tensors": [], "block": None})
+            table.set_dense(decoded)
+            quantized = self._look_up(model, Batch, ids)
+        table.unload()
+        streams = {"quantized": quantized}
+        if options.correction:
+            streams["original"] = original.clone() if original is quantized else original
+        return streams
+
+    @staticmethod
+    def _look_up(model: Any, batch_class: Any, ids: Tensor) -> Tensor:
+        device = model.device
+        model.device = torch.device("cpu")
+        try:
+            x: Tensor = model.embed(batch_class.whole(ids)).float()
+        finally:
+            model.device = device
+        return x.view(ids.shape[0], ids.shape[1], -1)
+
+    def _head(
+        self,
+        job: Job,
+        model: Any,
+        source: Checkpoint,
+        plan: Plan,
+        options: ConvertOptions,
+        state: Streams,
+        encode: EncodeAt,
+        device: torch.device,
+    ) -> None:
+        started = time.monotonic()
+        self.current = model.head_key
+        model.load_head(source, device)
+        head = model.lm_head
+        check_weights(head.weight.data, model.head_key)
+        tensors: dict[str, Tensor] = {}
+        reports = []
+        if plan.head_bits == 16:
+            tensors[f"{model.head_key}.weight"] = head.weight.data.half().cpu()
+        else:
+            hessian = Hessian(model.head_key, head.in_features, device)
+            for row, batch, x, _ in state.batches():
+                seen = capture(lambda x, b: model.head(x, b), head, x, batch)
+                check_activations(seen, "head", model.head_key, row * state.quantized.shape[1])
+                hessian.add(seen)
+            hessian.check()
+            bias = None if head.bias is None else head.bias.data
+            member = Member(model.head_key, head.weight.data, plan.head_bits, bias, options.out_scales != "never")
+            [q] = quantize_group([member], hessian, encode, _policy(options).settings, self._step)
+            tensors, reports = q.tensors, [q.report]
+        model.model.norm.unload()
+        head.unload()
+        block = BlockReport(model.head_key, 0.0, 0.0, time.monotonic() - started)
+        self._save(job, len(model.blocks), tensors, reports, block, options)
+
+    def _save(
+        self, job: Job, index: int, tensors: dict[str, Tensor], reports: list[Any], block: BlockReport, options: ConvertOptions
+    ) -> None:
+        job.save_module(index, tensors, {"tensors": [dataclasses.asdict(r) for r in reports], "block": dataclasses.asdict(block)})
+        if options.verbose:
+            for r in reports:
+                flags = ("o" if r.out_scales else ".") + ("." if r.calibrated else "f") + ("s" if r.scale_searched else ".")
+                self.log(f"  {r.key}  {r.bits:g} bits  proxy error {r.proxy_error:.6f}  {flags}  g {r.scale:.3f}  {r.seconds:.1f} s")
+        errors = [r.proxy_error for r in reports]
+        mean = f"proxy error {sum(errors) / len(errors):.6f}  " if errors else ""
+        rfn = f"output error {block.rfn:.5f}  " if block.rfn else ""
+        self.log(f"{block.key}  {mean}{rfn}{block.seconds:.1f} s")
+
+    def _checkpoint(self, job: Job, done: int, state: Streams, options: ConvertOptions) -> None:
+        if 0 <= options.last_checkpoint_index < done - 1:
+            return
+        job.save_state(done, stream_tensors(state.quantized, state.original), interval=options.checkpoint_interval)
+
+    def _step(self, weights: int) -> None:
+        self.done_weights += weights
+        if self.progress is not None:
+            self.progress(min(self.done_weights, self.total_weights), self.total_weights, self.current)
+
+    def _finish(
+        self,
+        job: Job,
+        model: Any,
+        source: Checkpoint,
+        plan: Plan,
+        options: ConvertOptions,
+        rows: cal.Calibration,
+        output: Path,
+        started: float,
+    ) -> Report:
+        report = Report(str(output), plan.bits, plan.head_bits)
+        for i in range(len(model.blocks) + 1):
+            record = job.record(i)
+            report.tensors += Report.tensors_from(record["tensors"])
+            report.blocks += Report.blocks_from([record["block"]])
+        report.calibration = {"rows": rows.rows, "cols": rows.cols, "sources": rows.sources}
+        embedding = job.module(len(model.blocks) + 1) if plan.embed_bits != 16 else None
+        block = config_block(
+            source,
+            bits=plan.bits,
+            head_bits=plan.head_bits,
+            codebook=options.codebook,
+            calibration=report.calibration,
+            out_scales=options.out_scales,
+        )
+        result = write_model(model, source, output, job.module, block, shard_size=options.shard_size, embedding=embedding)
+        report.bytes = sum(t.nbytes for t in result.tensors.values())
+        report.total_bits = 8 * report.bytes / plan.total_weights
+        report.seconds = time.monotonic() - started
+        numbers = {"achieved_bpw": round(plan.bits, 4), "head_bits": plan.head_bits}
+        recipe = format_recipe({s.key: plan.rates[s.key] for s in plan.specs}, numbers)
+        (self.work / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        report.write(self.work / "report.json")
+        job.finish()
+        return report
+
+
+def choose_device(devices: str | None) -> torch.device:
+    """`-d`: cpu, cuda, cuda:N, or GPU ordinals; default a usable GPU, else the CPU."""
+    if devices is None:
+        device = default_device()
+        return torch.device("cuda", 0) if device.type == "cuda" else device
+    names = [n.strip() for n in str(devices).split(",") if n.strip()]
+    if not names:
+        raise ArgumentError("devices is empty; use cpu, cuda:N or GPU numbers")
+    if len(names) > 1:
+        raise UnsupportedError(f"devices {devices}: conversion on several GPUs is not there yet; give one")
+    name = f"cuda:{names[0]}" if names[0].isdigit() else names[0]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ArgumentError(f"devices {devices!r} is not a device; use cpu, cuda:N or a GPU number") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ArgumentError(
+                f"device {name}: this machine has {count} usable GPUs; use -d cpu" + (f" or 0..{count - 1}" if count else "")
+            )
+        device = torch.device("cuda", device.index or 0)
+    elif device.type != "cpu":
+        raise UnsupportedError(f"device {name}: conversion runs on cpu and cuda")
+    return device
+
+
+def _encoder(codebook: str) -> EncodeAt:
+    def encode(tiles: Tensor, rate: float, seam_window: int) -> tuple[Tensor, Tensor]:
+        return ops.encode(tiles, rate, codebook, seam_window=seam_window)
+
+    return encode
+
+
+def _policy(o: ConvertOptions) -> Policy:
+    assert o.damping is not None and o.scaled_hessian is not None and o.seam_window is not None
+    settings = Settings(
+        codebook=o.codebook,
+        damping=o.damping,
+        scaled_hessian=o.scaled_hessian,
+        seam_window=o.seam_window,
+        search_scale=o.preset == "incumbent" or o.quality == "best",
+        seed=o.seed,
+    )
+    return Policy(settings, o.out_scales, bool(o.recapture), float(o.correction or 0), bool(o.token_weighting))
