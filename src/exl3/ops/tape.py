@@ -24,6 +24,10 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.d
 class _Guard(TorchDispatchMode):
     """Lets views and empty through, keeps what empty makes alive, refuses every other torch operation by name."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap __torch_dispatch__ and import its whole compiler at the first call: 3 s
+
     def __init__(self, keep: list[Any]) -> None:
         super().__init__()
         self.keep = keep
