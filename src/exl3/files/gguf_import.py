@@ -14,6 +14,7 @@ from torch import Tensor
 from exl3.errors import ArgumentError, FormatError, MissingTensorError, NumericalError, UnsupportedError
 from exl3.files.gguf import GGUF
 from exl3.files.gguf_tokenizer import Vocabulary, build_tokenizer, tokenizer_config
+from exl3.files.linears import all_finite
 from exl3.files.shards import SHARD_SIZE, ShardWriter, check_disk, write_atomic, write_json
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -98,10 +99,10 @@ def _groups(names: dict[str, str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def _rounded(name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
-    if not t.isfinite().all():
+    if not all_finite(t):
         raise NumericalError(f"{name}: the file holds NaN or Inf")
     y = t.to(dtype)
-    if not y.isfinite().all():
+    if not all_finite(y):
         raise NumericalError(f"{name}: values up to {t.abs().max():.3g} do not fit {dtype}; import with dtype=bfloat16")
     return t if t.ndim == 1 and not torch.equal(y.float(), t) else y
 

@@ -207,12 +207,13 @@ def _merges_from_scores(vocabulary: Vocabulary, vocab: Mapping[str, int], scores
     """
     candidates: list[tuple[float, int, int, str, str]] = []
     for i, piece in enumerate(vocabulary.tokens[: len(vocab)]):
-        if vocabulary.types[i] not in (NORMAL, USER_DEFINED) or len(piece) < 2:
+        if vocabulary.types[i] not in (NORMAL, USER_DEFINED):
             continue
         score = 0.0 if vocabulary.types[i] == USER_DEFINED else float(scores[i])
-        pairs = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
-        inside = [(vocab[a], vocab[b], a, b) for a, b in pairs if a in vocab and b in vocab]
-        candidates += [(score, len(a), len(b), a, b) for _, _, a, b in sorted(inside)]
+        for k in range(1, len(piece)):
+            a, b = piece[:k], piece[k:]
+            if a in vocab and b in vocab:
+                candidates.append((score, k, len(b), a, b))
     candidates.sort(key=lambda c: c[:3], reverse=True)
     return [(a, b) for _, _, _, a, b in candidates]
 

@@ -140,7 +140,7 @@ def _dense_tensors(linear: LinearFiles, raw: Mapping[str, Tensor], dtype: torch.
         check_finite(f"{linear.key}.weight", weight)
     if dtype is not None and weight.dtype != dtype:
         narrow = weight.to(dtype)
-        if dtype == torch.float16 and not narrow.isfinite().all():
+        if dtype == torch.float16 and not all_finite(narrow):
             check_finite(f"{linear.key}.weight", weight)
             row = int((~narrow.isfinite()).any(1).nonzero()[0])
             raise NumericalError(f"{linear.key}.weight: row {row} has values beyond fp16's 65504; load this model as bfloat16 or float32")
@@ -182,9 +182,14 @@ def block_size(n: int, blocks: int) -> int:
     raise FormatError(f"{blocks} scales do not cover {n} rows in equal blocks")
 
 
+def all_finite(t: Tensor) -> bool:
+    """No NaN, no Inf: one pass, no temporaries (both pass through minimum and maximum)."""
+    return t.numel() == 0 or bool(torch.stack(torch.aminmax(t)).isfinite().all())
+
+
 def check_finite(name: str, t: Tensor) -> None:
     """Raise `NumericalError` naming tensor and row when `t` holds NaN or Inf."""
-    if t.isfinite().all():
+    if all_finite(t):
         return
     bad = (~t.isfinite()).reshape(t.shape[0] if t.ndim else 1, -1)
     row = int(bad.any(1).nonzero()[0])
@@ -197,7 +202,7 @@ def _check_scales(linears: Mapping[str, LinearFiles], loaded: Mapping[str, Mappi
     vectors = [(label, role, t) for label, ts in loaded.items() for role, t in ts.items() if role in ("suh", "svh", "bias")]
     if not vectors or vectors[0][2].is_meta:
         return
-    if torch.cat([t.float().flatten() for _, _, t in vectors]).isfinite().all():
+    if all_finite(torch.cat([t.float().flatten() for _, _, t in vectors])):
         return
     for label, role, t in vectors:
         check_finite(f"{linears[label].key}.{role}", t)
