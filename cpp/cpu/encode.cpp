@@ -20,25 +20,23 @@ namespace exl3::cpu {
 
 namespace {
 
-void scalar_step(const StepTable& t, Step* steps, int count, uint16_t* raw) {
+void scalar_step(const StepTable& t, Step* steps, int count) {
   const int groups = kStates >> (t.fresh + t.next_fresh);
   for (Step* s = steps; s < steps + count; s++) {
     uint32_t least = 65535;
+    s->same = true;
     for (int o = 0; o < t.next_nodes(); o++) {
       uint32_t best = 65535;
       for (int c = 0; c < 1 << t.next_fresh; c++) {
         const uint32_t cost = s->from[c * groups + (o >> t.fresh)] + squared_error(t.value[c << (16 - t.next_fresh) | o], s->target, t.clamped);
         if (cost < best) best = cost;
       }
-      raw[o] = (uint16_t)best;
+      best = best - s->least > kCostLimit ? kCostLimit : best - s->least;
       if (best < least) least = best;
+      if (s->to[o] != best) s->same = false;
+      s->to[o] = (uint16_t)best;
     }
-    s->same = true;
-    for (int o = 0; o < t.next_nodes(); o++) {
-      const uint16_t cost = (uint16_t)(raw[o] - least > kCostLimit ? kCostLimit : raw[o] - least);
-      if (s->to[o] != cost) s->same = false;
-      s->to[o] = cost;
-    }
+    s->least = (uint16_t)least;
   }
 }
 
@@ -59,7 +57,7 @@ struct Tables {
   float scale, lowest, highest;     // fixed point per unit; targets are cut to lowest .. highest
   std::vector<float> decoded;       // [65536]
   std::vector<int16_t> value;       // [65536]
-  std::vector<Line> ordered[2];
+  std::vector<Line> ordered[2], candidates[2];
   StepTable step[2];                // even and odd positions
 };
 
@@ -103,7 +101,7 @@ std::shared_ptr<const Tables> make_tables(int k2, int codebook, uint32_t multipl
   for (int s = 0; s < kStates; s++) t->value[(size_t)s] = (int16_t)lrintf(t->decoded[(size_t)s] * t->scale);
   for (int odd = 0; odd < 2; odd++) {
     StepTable& step = t->step[odd];
-    step = {fresh_bits(k2, odd), fresh_bits(k2, odd + 1), clamped, t->value.data(), nullptr};
+    step = {fresh_bits(k2, odd), fresh_bits(k2, odd + 1), clamped, t->value.data(), nullptr, nullptr};
     if (odd && k2 % 2 == 0) {
       step = t->step[0];
       break;
@@ -114,6 +112,11 @@ std::shared_ptr<const Tables> make_tables(int k2, int codebook, uint32_t multipl
       order(step, lanes, t->ordered[odd][0].v);
       step.ordered = t->ordered[odd][0].v;
     }
+    t->candidates[odd].resize(kStates / 32);
+    int16_t* to = t->candidates[odd][0].v;
+    step.candidates = to;
+    for (int o = 0; o < step.next_nodes(); o++)
+      for (int c = 0; c < 1 << step.next_fresh; c++) *to++ = t->value[(size_t)(c << (16 - step.next_fresh) | o)];
   }
   return t;
 }
@@ -144,17 +147,22 @@ class Search {
     position_ = (kRing - half_) % kRing;
     left_ = 2 * half_;
     memset(before(position_), 0, (size_t)t.step[position_ & 1].nodes() * 2);
+    least_[position_] = 0;
   }
   bool active() const { return left_ > 0; }
   int odd() const { return position_ & 1; }
 
   Step next() const {
-    return {before(position_), before((position_ + 1) % kRing), target_[position_], second_ && (position_ + 1 <= half_ || position_ + 1 > kRing - half_), false};
+    const int to = position_ + 1;
+    // equality lasts once it is there, so asking now and then is enough
+    const bool known = second_ && to % 8 == 0 && (to <= half_ || to > kRing - half_);
+    return {before(position_), before(to % kRing), target_[position_], least_[position_], known, false};
   }
 
   // Takes the step's result in; true when the ring is finished.
   bool advance(const Step& done) {
     position_++, left_--;
+    least_[position_ % kRing] = done.least;
     if (!second_) {
       position_ %= kRing;
       if (!left_) begin_second();
@@ -202,22 +210,13 @@ class Search {
     const int nodes = tables_->step[0].nodes();
     for (int i = 0; i < nodes; i++) pinned[i] = kCostLimit;
     pinned[seam_] = 0;
+    least_[0] = 0;
   }
 
   // The best state at a position for a node behind it.
   uint16_t choose(int position, int node) const {
     const StepTable& t = tables_->step[position & 1];
-    const uint16_t* from = before(position) + (node >> t.fresh);
-    const int groups = kStates >> (t.fresh + t.next_fresh), apart = 1 << (16 - t.next_fresh), count = 1 << t.next_fresh;
-    const int16_t* value = t.value + node;
-    const int target = target_[position];
-    uint32_t best = ~0u;
-    int chosen = 0;
-    for (int c = 0; c < count; c++) {
-      const uint32_t cost = from[c * groups] + squared_error(value[c * apart], target, t.clamped);
-      if (cost < best) best = cost, chosen = c;
-    }
-    return (uint16_t)(chosen * apart + node);
+    return (uint16_t)(tier().choose(t, before(position) + (node >> t.fresh), node, target_[position]) << (16 - t.next_fresh) | node);
   }
 
   const Tables* tables_ = nullptr;
@@ -226,14 +225,15 @@ class Search {
   int half_ = 0, position_ = 0, left_ = 0, seam_ = 0;
   bool second_ = false;
   int16_t target_[kRing];
+  uint16_t least_[kRing];
 };
 
 int64_t stride_of(int k2) { return (kStates >> (k2 / 2)) + 64; }   // numbers between positions; off a power of two, for the caches
-int64_t thread_bytes(int k2) { return (2 * (int64_t)kRing * stride_of(k2) + kStates) * 2 + 128; }
+int64_t thread_bytes(int k2) { return 2 * (int64_t)kRing * stride_of(k2) * 2 + 128; }
 
 // Encodes tiles first, first + apart ...: two at a time, so that every value loaded serves two rings.
 void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apart, char* memory) {
-  uint16_t* raw = (uint16_t*)(((uintptr_t)memory + 63) / 64 * 64);
+  uint16_t* history = (uint16_t*)(((uintptr_t)memory + 63) / 64 * 64);
   const int64_t stride = stride_of(a.k2);
   Search search[2];
   int tile[2];
@@ -241,7 +241,7 @@ void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apa
   const auto refill = [&](int slot) {
     if (next >= a.tiles_count) return;
     tile[slot] = next;
-    search[slot].start(t, a.tiles + (int64_t)next * kRing, raw + kStates + slot * kRing * stride, stride, a.seam_window ? a.seam_window : kRing);
+    search[slot].start(t, a.tiles + (int64_t)next * kRing, history + slot * kRing * stride, stride, a.seam_window ? a.seam_window : kRing);
     next += apart;
   };
   refill(0), refill(1);
@@ -253,7 +253,7 @@ void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apa
         steps[count] = search[slot].next();
         slots[count++] = slot;
       }
-    tier().step(t.step[search[slots[0]].odd()], steps, count, raw);
+    tier().step(t.step[search[slots[0]].odd()], steps, count);
     for (int i = 0; i < count; i++) {
       const int slot = slots[i];
       if (!search[slot].advance(steps[i])) continue;
@@ -268,8 +268,20 @@ void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apa
 
 }  // namespace
 
+int choose_scalar(const StepTable& t, const uint16_t* from, int node, int16_t target) {
+  const int count = 1 << t.next_fresh, groups = kStates >> (t.fresh + t.next_fresh);
+  const int16_t* value = t.candidates + (int64_t)node * count;
+  uint32_t best = ~0u;
+  int chosen = 0;
+  for (int c = 0; c < count; c++) {
+    const uint32_t cost = from[c * groups] + squared_error(value[c], target, t.clamped);
+    if (cost < best) best = cost, chosen = c;
+  }
+  return chosen;
+}
+
 const EncodeTier& scalar_encode() {
-  static const EncodeTier t = {1, scalar_step};
+  static const EncodeTier t = {1, scalar_step, choose_scalar};
   return t;
 }
 

@@ -17,15 +17,30 @@ struct V {
   using T = __m512i;
   static constexpr int lanes = 32;
   static T load(const uint16_t* p) { return _mm512_loadu_si512(p); }
-  static void store(uint16_t* p, T v) { _mm512_store_si512(p, v); }
+  static void store(uint16_t* p, T v) { _mm512_storeu_si512(p, v); }
   static T set(short v) { return _mm512_set1_epi16(v); }
   static T subs(T a, T b) { return _mm512_subs_epi16(a, b); }
+  static T sub(T a, T b) { return _mm512_sub_epi16(a, b); }
   static T add(T a, T b) { return _mm512_add_epi16(a, b); }
   static T square(T a) { return _mm512_mulhrs_epi16(a, a); }
   static T mullo(T a, T b) { return _mm512_mullo_epi16(a, b); }
   static T min(T a, T b) { return _mm512_min_epi16(a, b); }
   static T max(T a, T b) { return _mm512_max_epi16(a, b); }
   static T minu(T a, T b) { return _mm512_min_epu16(a, b); }
+  static T either(T a, T b) { return _mm512_or_si512(a, b); }
+  static T different(T a, T b) { return _mm512_xor_si512(a, b); }
+  static bool none(T v) { return _mm512_test_epi64_mask(v, v) == 0; }
+  // a and b interleaved word by word
+  static void zip(T a, T b, T& first, T& second) {
+    const T low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    first = _mm512_permutex2var_epi64(low, front, high), second = _mm512_permutex2var_epi64(low, back, high);
+  }
+#if defined(__GNUC__)
+  static void pin(T& v) { asm volatile("" : "+v"(v)); }
+#else
+  static void pin(T&) {}
+#endif
   static int smallest(T v) {
     const __m256i h = _mm256_min_epu16(_mm512_extracti64x4_epi64(v, 0), _mm512_extracti64x4_epi64(v, 1));
     return _mm_extract_epi16(_mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1))), 0);
@@ -41,7 +56,7 @@ struct V {
 namespace exl3::cpu {
 
 const EncodeTier& avx512_encode() {
-  static const EncodeTier t = {V::lanes, step};
+  static const EncodeTier t = {V::lanes, step, choose_avx2};
   return t;
 }
 

@@ -9,157 +9,140 @@ namespace exl3::cpu {
 
 namespace {
 
-struct Target {
-  typename V::T target;
-  typename V::T least;       // running minimum
-};
+using T = typename V::T;
 
-template <bool Clamped> inline typename V::T edge(typename V::T value, typename V::T target, typename V::T cost) {
-  typename V::T d = V::subs(value, target);
+template <bool Clamped> inline T edge(T value, T target, T cost) {
+  T d = V::subs(value, target);
   if (!Clamped) return V::add(V::square(d), cost);
   d = V::max(V::min(d, V::set(kClamp)), V::set(-kClamp));
   return V::add(V::mullo(d, d), cost);
 }
 
-// Lanes over groups: the costs of `lanes` neighbouring nodes are one load. raw: [ring][group / lanes][x][lane].
-template <bool Clamped, int Rings, int Block> void over_groups(const StepTable& t, Step* steps, uint16_t* raw, Target* state) {
-  const int groups = kStates >> (t.fresh + t.next_fresh), x_count = 1 << t.fresh, c_count = 1 << t.next_fresh;
+// The costs of one ring on their way out: subtracts, cuts, keeps the minimum and, where asked, what differs from before.
+struct Out {
+  T minus, limit = V::set(kCostLimit), least = V::set(-1), differ = V::set(0);
+  explicit Out(const Step& s) : minus(V::set((short)s.least)) {}
+  T settle(T v) {
+    v = V::minu(V::sub(v, minus), limit);
+    least = V::minu(least, v);
+    return v;
+  }
+  template <bool Compare> void store(uint16_t* to, T v) {
+    if (Compare) differ = V::either(differ, V::different(v, V::load(to)));
+    V::store(to, v);
+  }
+  void finish(Step& s) const {
+    s.least = (uint16_t)V::smallest(least);
+    s.same = s.compare && V::none(differ);
+  }
+};
+
+// From [x][lane] to [lane][x]: a register's lanes are groups, whose targets lie together.
+template <bool Compare> inline void transpose(const T* v, int x_count, uint16_t* to, Out& out) {
+  if (x_count == 2) {
+    T a, b;
+    V::zip(v[0], v[1], a, b);
+    out.store<Compare>(to, a), out.store<Compare>(to + V::lanes, b);
+    return;
+  }
+  // zipping x with x + count / 2 over and over brings x to the fast side
+  T w[2][16];
+  const T* from = v;
+  for (int round = 0, count = x_count; 1 << round < x_count; round++) {
+    T* next = w[round & 1];
+    for (int i = 0; i < count / 2; i++) V::zip(from[i], from[i + count / 2], next[2 * i], next[2 * i + 1]);
+    from = next;
+  }
+  for (int i = 0; i < x_count; i++) out.store<Compare>(to + i * V::lanes, from[i]);
+}
+
+// Lanes over groups: the costs of `lanes` neighbouring nodes are one load.
+template <bool Clamped, int Rings, int X> void over_groups(const StepTable& t, Step* steps) {
+  constexpr int Block = X < 4 ? X : 4;
+  const int groups = kStates >> (t.fresh + t.next_fresh), c_count = 1 << t.next_fresh;
   const int16_t* value = t.ordered;
-  typename V::T target[Rings], least[Rings];
-  for (int r = 0; r < Rings; r++) target[r] = state[r].target, least[r] = V::set(-1);
-  uint16_t* out = raw;
-  for (int g = 0; g < groups; g += V::lanes)
-    for (int x = 0; x < x_count; x += Block) {
-      typename V::T best[Rings][Block];
+  T target[Rings];
+  Out out[2] = {Out(steps[0]), Out(steps[Rings - 1])};
+  for (int r = 0; r < Rings; r++) target[r] = V::set(steps[r].target);
+  for (int g = 0; g < groups; g += V::lanes) {
+    T all[Rings][X];
+    for (int x = 0; x < X; x += Block) {
+      T best[Rings][Block];
       for (int r = 0; r < Rings; r++)
         for (int j = 0; j < Block; j++) best[r][j] = V::set(-1);
-      const uint16_t* from[Rings];
-      for (int r = 0; r < Rings; r++) from[r] = steps[r].from + g;
+      const uint16_t* from[2] = {steps[0].from + g, steps[Rings - 1].from + g};
       for (int c = 0; c < c_count; c++) {
-        typename V::T cost[Rings];
+        T cost[Rings];
         for (int r = 0; r < Rings; r++) cost[r] = V::load(from[r] + (ptrdiff_t)c * groups);
         for (int j = 0; j < Block; j++) {
-          const typename V::T v = V::load((const uint16_t*)value + j * V::lanes);
-          for (int r = 0; r < Rings; r++) best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r]));
+          const T v = V::load((const uint16_t*)value + j * V::lanes);
+          for (int r = 0; r < Rings; r++) {
+            best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r]));
+            V::pin(best[r][j]);
+          }
         }
         value += Block * V::lanes;
       }
       for (int r = 0; r < Rings; r++)
-        for (int j = 0; j < Block; j++) {
-          V::store(out + r * (kStates / 2) + j * V::lanes, best[r][j]);
-          least[r] = V::minu(least[r], best[r][j]);
-        }
-      out += Block * V::lanes;
+        for (int j = 0; j < Block; j++) all[r][x + j] = out[r].settle(best[r][j]);
     }
-  for (int r = 0; r < Rings; r++) state[r].least = least[r];
+    for (int r = 0; r < Rings; r++) {
+      uint16_t* to = steps[r].to + (ptrdiff_t)g * X;
+      steps[r].compare ? transpose<true>(all[r], X, to, out[r]) : transpose<false>(all[r], X, to, out[r]);
+    }
+  }
+  for (int r = 0; r < Rings; r++) out[r].finish(steps[r]);
 }
 
 // Lanes over the targets of one group, which share their candidates: one cost is spread over the register.
-template <bool Clamped, int Rings, int Block> void over_targets(const StepTable& t, Step* steps, uint16_t* raw, Target* state) {
+template <bool Clamped, int Rings, int Block> void over_targets(const StepTable& t, Step* steps) {
   const int groups = kStates >> (t.fresh + t.next_fresh), x_count = 1 << t.fresh, c_count = 1 << t.next_fresh;
   const int16_t* value = t.ordered;
-  typename V::T target[Rings], least[Rings];
-  for (int r = 0; r < Rings; r++) target[r] = state[r].target, least[r] = V::set(-1);
-  uint16_t* out = raw;
+  T target[Rings];
+  Out out[2] = {Out(steps[0]), Out(steps[Rings - 1])};
+  for (int r = 0; r < Rings; r++) target[r] = V::set(steps[r].target);
   for (int g = 0; g < groups; g++)
     for (int x = 0; x < x_count; x += Block * V::lanes) {
-      typename V::T best[Rings][Block];
+      T best[Rings][Block];
       for (int r = 0; r < Rings; r++)
         for (int j = 0; j < Block; j++) best[r][j] = V::set(-1);
+      const uint16_t* from[2] = {steps[0].from + g, steps[Rings - 1].from + g};
       for (int c = 0; c < c_count; c++) {
-        typename V::T cost[Rings];
-        for (int r = 0; r < Rings; r++) cost[r] = V::set((short)steps[r].from[c * groups + g]);
+        T cost[Rings];
+        for (int r = 0; r < Rings; r++) cost[r] = V::set((short)from[r][(ptrdiff_t)c * groups]);
         for (int j = 0; j < Block; j++) {
-          const typename V::T v = V::load((const uint16_t*)value + j * V::lanes);
-          for (int r = 0; r < Rings; r++) best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r]));
+          const T v = V::load((const uint16_t*)value + j * V::lanes);
+          for (int r = 0; r < Rings; r++) {
+            best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r]));
+            V::pin(best[r][j]);
+          }
         }
         value += Block * V::lanes;
       }
       for (int r = 0; r < Rings; r++)
         for (int j = 0; j < Block; j++) {
-          V::store(out + r * (kStates / 2) + j * V::lanes, best[r][j]);
-          least[r] = V::minu(least[r], best[r][j]);
+          uint16_t* to = steps[r].to + (ptrdiff_t)g * x_count + x + j * V::lanes;
+          const T v = out[r].settle(best[r][j]);
+          steps[r].compare ? out[r].store<true>(to, v) : out[r].store<false>(to, v);
         }
-      out += Block * V::lanes;
     }
-  for (int r = 0; r < Rings; r++) state[r].least = least[r];
+  for (int r = 0; r < Rings; r++) out[r].finish(steps[r]);
 }
 
-template <bool Clamped, int Rings> void search(const StepTable& t, Step* steps, uint16_t* raw, Target* state) {
-  if (lanes_over_groups(V::lanes, t.fresh, t.next_fresh))
-    t.fresh == 1 ? over_groups<Clamped, Rings, 2>(t, steps, raw, state) : over_groups<Clamped, Rings, 4>(t, steps, raw, state);
-  else if ((1 << t.fresh) / V::lanes >= 4) over_targets<Clamped, Rings, 4>(t, steps, raw, state);
-  else if ((1 << t.fresh) / V::lanes == 2) over_targets<Clamped, Rings, 2>(t, steps, raw, state);
-  else over_targets<Clamped, Rings, 1>(t, steps, raw, state);
+template <bool Clamped, int Rings> void search(const StepTable& t, Step* steps) {
+  if (lanes_over_groups(V::lanes, t.fresh, t.next_fresh)) {
+    if (t.fresh == 1) over_groups<Clamped, Rings, 2>(t, steps);
+    else if (t.fresh == 2) over_groups<Clamped, Rings, 4>(t, steps);
+    else if (t.fresh == 3) over_groups<Clamped, Rings, 8>(t, steps);
+    else over_groups<Clamped, Rings, 16>(t, steps);
+  } else if ((1 << t.fresh) / V::lanes >= 4) over_targets<Clamped, Rings, 4>(t, steps);
+  else if ((1 << t.fresh) / V::lanes == 2) over_targets<Clamped, Rings, 2>(t, steps);
+  else over_targets<Clamped, Rings, 1>(t, steps);
 }
 
-struct Differences {
-  __m128i any = _mm_setzero_si128();
-  // Stores 8 costs, noting whether others stood there.
-  void store(uint16_t* to, __m128i v) {
-    any = _mm_or_si128(any, _mm_xor_si128(v, _mm_loadu_si128((const __m128i*)to)));
-    _mm_storeu_si128((__m128i*)to, v);
-  }
-  bool none() const { return _mm_testz_si128(any, any); }
-};
-
-// Subtracts the minimum, cuts, and brings over_groups' order [group / lanes][x][lane] back to [group][x]: 8 x 8 transposes of words.
-inline void settle_groups(const StepTable& t, const uint16_t* raw, int least, uint16_t* to, Differences& differ) {
-  const __m128i low = _mm_set1_epi16((short)least), limit = _mm_set1_epi16(kCostLimit);
-  const int x_count = 1 << t.fresh, groups = kStates >> (t.fresh + t.next_fresh);
-  const auto get = [&](const uint16_t* p) { return _mm_min_epu16(_mm_subs_epu16(_mm_load_si128((const __m128i*)p), low), limit); };
-  for (int g = 0; g < groups; g += V::lanes, raw += (ptrdiff_t)x_count * V::lanes)
-    for (int part = 0; part < V::lanes; part += 8) {
-      uint16_t* out = to + (ptrdiff_t)(g + part) * x_count;
-      const uint16_t* in = raw + part;
-      if (x_count == 2) {
-        const __m128i a = get(in), b = get(in + V::lanes);
-        differ.store(out, _mm_unpacklo_epi16(a, b));
-        differ.store(out + 8, _mm_unpackhi_epi16(a, b));
-      } else if (x_count == 4) {
-        const __m128i a = get(in), b = get(in + V::lanes), c = get(in + 2 * V::lanes), d = get(in + 3 * V::lanes);
-        const __m128i ab = _mm_unpacklo_epi16(a, b), cd = _mm_unpacklo_epi16(c, d), ab2 = _mm_unpackhi_epi16(a, b), cd2 = _mm_unpackhi_epi16(c, d);
-        differ.store(out, _mm_unpacklo_epi32(ab, cd));
-        differ.store(out + 8, _mm_unpackhi_epi32(ab, cd));
-        differ.store(out + 16, _mm_unpacklo_epi32(ab2, cd2));
-        differ.store(out + 24, _mm_unpackhi_epi32(ab2, cd2));
-      } else {
-        for (int x = 0; x < x_count; x += 8) {
-          __m128i v[8], w[8];
-          for (int i = 0; i < 8; i++) v[i] = get(in + (x + i) * V::lanes);
-          for (int i = 0; i < 4; i++) w[i] = _mm_unpacklo_epi16(v[2 * i], v[2 * i + 1]), w[4 + i] = _mm_unpackhi_epi16(v[2 * i], v[2 * i + 1]);
-          for (int h = 0; h < 2; h++) {
-            const __m128i *p = w + 4 * h;
-            const __m128i a = _mm_unpacklo_epi32(p[0], p[1]), b = _mm_unpackhi_epi32(p[0], p[1]), c = _mm_unpacklo_epi32(p[2], p[3]), d = _mm_unpackhi_epi32(p[2], p[3]);
-            uint16_t* q = out + (ptrdiff_t)4 * h * x_count + x;
-            differ.store(q, _mm_unpacklo_epi64(a, c));
-            differ.store(q + x_count, _mm_unpackhi_epi64(a, c));
-            differ.store(q + 2 * x_count, _mm_unpacklo_epi64(b, d));
-            differ.store(q + 3 * x_count, _mm_unpackhi_epi64(b, d));
-          }
-        }
-      }
-    }
-}
-
-void step(const StepTable& t, Step* steps, int count, uint16_t* raw) {
-  Target state[2];
-  for (int r = 0; r < count; r++) state[r].target = V::set(steps[r].target);
-  if (count == 2) t.clamped ? search<true, 2>(t, steps, raw, state) : search<false, 2>(t, steps, raw, state);
-  else t.clamped ? search<true, 1>(t, steps, raw, state) : search<false, 1>(t, steps, raw, state);
-  for (int r = 0; r < count; r++) {
-    const int least = V::smallest(state[r].least);
-    const uint16_t* from = raw + r * (kStates / 2);
-    Differences differ;
-    if (lanes_over_groups(V::lanes, t.fresh, t.next_fresh)) {
-      settle_groups(t, from, least, steps[r].to, differ);
-    } else {
-      const __m128i low = _mm_set1_epi16((short)least), limit = _mm_set1_epi16(kCostLimit);
-      for (int o = 0; o < t.next_nodes(); o += 8)
-        differ.store(steps[r].to + o, _mm_min_epu16(_mm_subs_epu16(_mm_load_si128((const __m128i*)(from + o)), low), limit));
-    }
-    steps[r].same = differ.none();
-  }
+void step(const StepTable& t, Step* steps, int count) {
+  if (count == 2) t.clamped ? search<true, 2>(t, steps) : search<false, 2>(t, steps);
+  else t.clamped ? search<true, 1>(t, steps) : search<false, 1>(t, steps);
 }
 
 }  // namespace
