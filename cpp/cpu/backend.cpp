@@ -55,15 +55,13 @@ static const exl3_backend* make_table() {
   t.describe = describe;
   t.repack_bytes = repack_bytes;
   t.linear_workspace = linear_workspace;
+  t.encode_workspace = encode_workspace;
   t.linear = linear;
   t.dense = dense;
   t.repack = repack;
   t.reconstruct = reconstruct;
   t.rotate = rotate;
-#if defined(EXL3_HAVE_ENCODE)
-  t.encode_workspace = encode_workspace;
   t.encode = encode;
-#endif
 #define EXL3_FILL(name) t.name = EXL3_PICK(name);
   EXL3_SMALL_OPS(EXL3_FILL)
 #undef EXL3_FILL

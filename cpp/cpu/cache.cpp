@@ -4,8 +4,8 @@
 EXL3_TIER_BEGIN
 
 // f^-1 of the compander f(t) = a t + (1 - a) t^3, by Cardano, in fp64.
-static float expand(float u, float a) {
-  const double b = 1.0 - (double)a, h = (double)u / (2 * b), q = (double)a / b / 3, root = sqrt(h * h + q * q * q);
+static float expand(float u, double a) {
+  const double b = 1.0 - a, h = (double)u / (2 * b), q = a / b / 3, root = sqrt(h * h + q * q * q);
   return (float)(cbrt(h + root) + cbrt(h - root));
 }
 
@@ -21,10 +21,11 @@ static void encode_group(float* x, int bits, float compand, uint32_t* words, Hal
   const float s = top + 1e-10f, inverse = 1.0f / s;
   store(scale, s);
   const float half = (float)(1 << (bits - 1)), last = 2 * half - 1;
+  const double a = compander(compand);
   uint32_t code[32];
   for (int i = 0; i < 32; i++) {
     float u = x[i] * inverse;
-    if (compand > 0) u = expand(u, compand);
+    if (compand > 0) u = expand(u, a);
     const float q = floorf(u * half + half);
     code[i] = !(q > 0) ? 0 : q > last ? (uint32_t)last : (uint32_t)q;
   }

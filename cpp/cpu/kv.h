@@ -52,10 +52,14 @@ static inline Half* scales_at(const Side& s, const exl3_cache_layer& c, int64_t 
   return (Half*)s.scale + ((page * EXL3_PAGE + place) * c.kv_heads + head) * (c.head_dim / 32);
 }
 
+// The compander's parameter is a short decimal that came through a float; the format computes with the decimal.
+static inline double compander(float a) { return (double)(int64_t)((double)a * 1e6 + 0.5) * 1e-6; }
+
 // 32 codes of `bits` bits -> their values t * scale in the rotated basis. The bits of a code lie in planes of 8, 4, 2, 1 bits,
 // the most significant plane first; code j is at bit j*w mod 32 of word j*w/32 of its plane.
 static inline void decode_group(const uint32_t* words, int bits, float scale, float compand, float* out) {
   const float step = 2.0f / (float)(1 << bits), offset = step * 0.5f - 1.0f;
+  const float cubic = compand > 0 ? (float)(1.0 - compander(compand)) : 0.0f;
 #if defined(__AVX2__)
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i code[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
@@ -79,7 +83,7 @@ static inline void decode_group(const uint32_t* words, int bits, float scale, fl
   for (int v = 0; v < 4; v++) {
     __m256 t = _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(code[v]), _mm256_set1_ps(step)), _mm256_set1_ps(offset));
     if (compand > 0)
-      t = _mm256_mul_ps(t, _mm256_add_ps(_mm256_set1_ps(compand), _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(1.0f - compand), t), t)));
+      t = _mm256_mul_ps(t, _mm256_add_ps(_mm256_set1_ps(compand), _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(cubic), t), t)));
     _mm256_storeu_ps(out + 8 * v, _mm256_mul_ps(t, _mm256_set1_ps(scale)));
   }
 #else
@@ -91,7 +95,7 @@ static inline void decode_group(const uint32_t* words, int bits, float scale, fl
   }
   for (int j = 0; j < 32; j++) {
     float t = (float)code[j] * step + offset;
-    if (compand > 0) t = t * (compand + (1.0f - compand) * t * t);
+    if (compand > 0) t = t * (compand + cubic * t * t);
     out[j] = t * scale;
   }
 #endif
