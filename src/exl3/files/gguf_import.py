@@ -217,7 +217,7 @@ class _Model:
 
     def _llama3_scaling(self, stored: Tensor) -> dict[str, Any]:
         """The file holds Llama 3.1's divisors of the frequencies, not their parameters; only the factor varies, and it is the largest."""
-        factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+        factor, low, high, original = float(f"{stored.max():.5g}"), 1.0, 4.0, 8192
         n = self.head_dim // 2
         wavelength = 2 * math.pi * self._float("rope.freq_base", 10000.0) ** (torch.arange(n, dtype=torch.float64) / n)
         smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
