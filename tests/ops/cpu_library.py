@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
@@ -142,12 +143,13 @@ class Library:
             w.trellis, w.layout = address(packed), 1
         return w
 
-    def linear(
+    def linear_call(
         self, x: np.ndarray, weights: list[WeightBlock], *, norm: np.ndarray | None = None, eps: float = 0.0, activation: int = 0,
         out: list[np.ndarray] | None = None, accumulate: bool = False, planes: int = 2, shared_suh: bool = False, threads: int = 1,
         x_dtype: str | None = None,
-    ) -> list[np.ndarray]:  # fmt: skip
-        """x (rows, in_features) fp32 or fp16 (bf16 as uint16 with x_dtype) -> one array a matrix; with an activation one in all."""
+    ) -> Callable[[], list[np.ndarray]]:  # fmt: skip
+        """The call ready to run: x (rows, in_features) fp32 or fp16 (bf16 as uint16 with x_dtype) -> one array a matrix, or with an
+        activation one in all."""
         rows = x.shape[0]
         count = 1 if activation else len(weights)
         if out is None:
@@ -161,8 +163,21 @@ class Library:
         a.planes, a.shared_suh, a.activation, a.accumulate = planes, shared_suh, activation, accumulate
         space = np.zeros(self.table.linear_workspace(ctypes.addressof(a)), np.uint8)
         a.workspace, a.workspace_bytes = address(space), space.nbytes
-        self.call("linear", a, threads)
-        assert not space[: 1 << 16].any(), "counters are not zero after the call"
+        keep = (x, weights, norm, space)
+
+        def run() -> list[np.ndarray]:
+            self.call("linear", a, threads)
+            assert keep is not None
+            return out
+
+        run.workspace = space  # type: ignore[attr-defined]
+        return run
+
+    def linear(self, x: np.ndarray, weights: list[WeightBlock], **options: Any) -> list[np.ndarray]:
+        """linear_call, run once; the workspace's counters must be zero behind it."""
+        call = self.linear_call(x, weights, **options)
+        out = call()
+        assert not call.workspace[: 1 << 16].any(), "counters are not zero after the call"  # type: ignore[attr-defined]
         return out
 
     def reconstruct(self, w: WeightBlock, original_basis: bool = False) -> np.ndarray:
