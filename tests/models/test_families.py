@@ -99,6 +99,17 @@ def test_through_the_cache(made: Any, name: str) -> None:
         assert done[r] > 256
 
 
+@pytest.mark.parametrize(("name", "trained"), [("phi3_longrope", 128), ("llama_dynamic", 64)])
+def test_around_the_trained_length(made: Any, name: str, trained: int) -> None:
+    """Frequencies that depend on the length change at the right one."""
+    directory, _, hf = made(name)
+    model = open_model(directory)
+    for n in (trained - 1, trained, trained + 1, 2 * trained):
+        with torch.no_grad():
+            expected = hf(ids(1, n), use_cache=False).logits
+        assert (expected - model.logits(ids(1, n))).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("name", ["llama_llama3", "llama_linear", "llama_dynamic", "llama_yarn", "phi3_longrope", "gemma3", "glm4"])
 def test_old_spelling_of_rope_keys(made: Any, name: str, tmp_path: Path) -> None:
     import shutil

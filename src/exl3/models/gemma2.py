@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from exl3.models.config import Config, layer_kinds
@@ -66,6 +67,7 @@ class Gemma2(Model):
     architectures: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM",)
     config_class = Gemma2Config
     block_class: ClassVar[Any] = Gemma2Block
+    gpu_dtype = torch.bfloat16
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)

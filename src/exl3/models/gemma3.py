@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from exl3.errors import UnsupportedError
 from exl3.models.config import layer_kinds
 from exl3.models.gemma2 import Gemma2, Gemma2Block, Gemma2Config
@@ -40,7 +38,6 @@ class Gemma3(Gemma2):
     architectures = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
     config_class = Gemma3Config
     block_class = Gemma3Block
-    gpu_dtype = torch.bfloat16
     layouts = (
         ("model", "lm_head"),
         ("language_model.model", "language_model.lm_head"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from exl3.models.config import Config
@@ -39,6 +40,7 @@ class Glm4(Model):
     architectures = ("Glm4ForCausalLM",)
     config_class = Glm4Config
     block_class = Glm4Block
+    gpu_dtype = torch.bfloat16
 
     def make_rotaries(self) -> dict[str, Rotary]:
         return {"default": Rotary(rope_parameters(self.config.raw, partial=0.5), self.config.head_size, interleaved=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from typing import Any
@@ -33,6 +34,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
     found = locate(model, checkpoint)
+    check_device(str(device))
     warn_unused(model, checkpoint, found)
     need = memory.Need(resident_bytes(model, found, device), 0, memory.workspace_bytes(model))
     memory.check(need, device, str(path))
@@ -57,6 +59,22 @@ def default_device() -> torch.device:
         except BackendError as error:
             warnings.warn(f"running on the CPU: {error}", stacklevel=3)
     return torch.device("cpu")
+
+
+@functools.cache
+def check_device(device: str) -> None:
+    """Once a process and device: the kernels' self-test on the very device. Raises BackendError on a mismatch; a CPU without
+    kernels runs in torch (a warning says so), a card without kernels is refused."""
+    from exl3 import ops
+    from exl3.errors import BackendError
+
+    try:
+        ops.backend(device)
+    except BackendError:
+        if torch.device(device).type != "cpu":
+            raise
+        return
+    ops.self_test(device)
 
 
 def locate(model: Model, checkpoint: Checkpoint) -> Found:
