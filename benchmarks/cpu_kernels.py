@@ -1,9 +1,9 @@
 """Speed and accuracy of the CPU kernels by themselves: trellis product, prefill, encoder; every rate, codebook and instruction tier.
 
-    python benchmarks/cpu_kernels.py [--tiers avx2,avx512] [--quick] [--library FILE] [--build] [--json FILE]
+    python benchmarks/cpu_kernels.py [--tiers avx2,avx512] [--quick] [--cores LIST] [--library FILE] [--build] [--json FILE]
 
 Prints tables and writes one JSON object (name, device, versions, commit, date, rows) to benchmarks/results/. Times are the best of
-several runs, per core on one thread and on two; pin the process for steady numbers: taskset -c 0,1. --build compiles the library with
+several runs, per core on one thread and on two; --cores 0,1 pins the process, for steady numbers. --build compiles the library with
 g++ first, for machines without CMake and pybind11.
 """
 
@@ -98,7 +98,7 @@ def batch_rows(library: native.Library, seconds: float) -> list[dict[str, Any]]:
 
 
 def encoder_rows(library: native.Library, tiles: int, quick: bool, seen: dict[float, np.ndarray]) -> list[dict[str, Any]]:
-    """Millions of weights a second and core, and the squared error relative to the reference table. All tiers must find the states `seen`."""
+    """Millions of weights a second and core, and the squared error relative to the table. All tiers must find the states `seen`."""
     rows = []
     for K in RATES:
         x = (np.random.default_rng(5).standard_normal((tiles, 256)) * INPUT_RMS[K]).astype(np.float32)
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--tiers", default="scalar,avx2,avx512")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--library", type=Path)
+    parser.add_argument("--cores", help="run on these, as 0,1")
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--tiles", type=int, default=32, help="tiles an encoder row is measured with")
     parser.add_argument("--seconds", type=float, default=0.1, help="a product row is measured for")
@@ -171,6 +172,9 @@ def main() -> None:
         path = build(folder) if options.build else options.library or native.find()
         if path is None:
             sys.exit("libexl3_cpu.so was not found: build the project, or pass --build or --library")
+        if options.cores:
+            os.sched_setaffinity(0, [int(c) for c in options.cores.split(",")])
+            torch.set_num_threads(len(options.cores.split(",")))
         for tier in options.tiers.split(","):
             library = native.Library(path, tier, folder)
             if library.tier != tier:
