@@ -69,7 +69,12 @@ def test_rows_are_sound():
 
 
 def sources() -> dict[str, str]:
-    found = [p for room in ("src/exl3", "cpp", "cuda", "rocm", "cmake") for p in (ROOT / room).rglob("*") if p.is_file()]
+    rooms = ("src/exl3", "cpp", "cuda", "rocm", "cmake")
+    listed = subprocess.run(["git", "ls-files", "-z", *rooms], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        found = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    else:  # a source archive
+        found = [p for room in rooms for p in (ROOT / room).rglob("*") if p.is_file()]
     kinds = {".py", ".h", ".hpp", ".cpp", ".cu", ".cuh", ".hip", ".cmake", ".txt"}
     return {str(p.relative_to(ROOT)): p.read_text(errors="replace") for p in found if p.suffix in kinds and p.name != "settings.py"}
 

@@ -191,9 +191,11 @@ def _ring_rate(rings: Tensor, dim: int) -> int:
     need_tensors(rings=rings)
     if rings.dtype not in (torch.int16, torch.uint16) or rings.dim() != 2:
         raise FormatError(f"rings must be a matrix of int16, got {rings.dtype} of shape {tuple(rings.shape)}")
+    if dim < 16 or dim % 16:
+        raise ArgumentError(f"rings have a multiple of 16 values, not {dim}")
     per_bit = dim // 16
     K, rest = divmod(rings.shape[1] - 1, per_bit)
-    if dim % 16 or rest or not 1 <= K <= 8:
+    if rest or not 1 <= K <= 8:
         raise FormatError(f"rings of {rings.shape[1]} words are no rings of {dim} values: expected 1 + {per_bit}*K words, K from 1 to 8")
     return K
 

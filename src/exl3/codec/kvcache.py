@@ -6,9 +6,12 @@ t = (2 q + 1) / 2**b - 1, so no code is zero. The compander f(t) = a t + (1 - a)
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
+from exl3.codec.checks import need_tensors
 from exl3.codec.rotation import walsh
 from exl3.errors import ArgumentError
 
@@ -24,6 +27,7 @@ def kv_quantize(x: Tensor, bits: int, compand: float = 0.0) -> tuple[Tensor, Ten
     never decodes to plausible numbers. ArgumentError for wrong sizes, bits or compand.
     """
     _check(bits, compand)
+    need_tensors(x=x)
     if not x.dtype.is_floating_point or x.dim() < 1 or x.shape[-1] % GROUP:
         raise ArgumentError(f"x must be floating point, its last dimension a multiple of {GROUP}, got {x.dtype} of shape {tuple(x.shape)}")
     y = walsh(x.half().reshape(-1, GROUP), GROUP).mul_(_NORM)
@@ -44,6 +48,7 @@ def kv_dequantize(codes: Tensor, scales: Tensor, bits: int, compand: float = 0.0
     output instead).
     """
     _check(bits, compand)
+    need_tensors(codes=codes, scales=scales)
     if codes.dtype != torch.int32 or scales.dtype != torch.float16:
         raise ArgumentError(f"codes must be int32 and scales float16, got {codes.dtype} and {scales.dtype}")
     if codes.dim() != scales.dim() or codes.shape[:-1] != scales.shape[:-1] or codes.shape[-1] != bits * scales.shape[-1]:
@@ -103,5 +108,5 @@ def _cbrt(x: Tensor) -> Tensor:
 def _check(bits: int, compand: float) -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ArgumentError(f"cache bits must be a whole number from 2 to 8, got {bits!r}")
-    if not 0 <= compand <= 1:
+    if not isinstance(compand, numbers.Real) or not 0 <= compand <= 1:
         raise ArgumentError(f"compand must lie in 0 .. 1 (0: off), got {compand!r}")

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from exl3.codec.checks import need_tensors
 from exl3.errors import ArgumentError, FormatError
 
 TILE = 256
@@ -30,7 +31,7 @@ def check_rate(K: int | float) -> int | float:
 
 def rate_of_width(width: int) -> int | float:
     """K from the last dimension of a trellis, 16*K words (spec 1.5); FormatError where no rate has that width."""
-    if width / 16 in RATES:
+    if isinstance(width, numbers.Real) and width / 16 in RATES:
         return check_rate(width / 16)
     known = ", ".join(str(int(16 * k)) for k in RATES)
     raise FormatError(f"trellis width {width} belongs to no EXL3 rate: expected 16*K, one of {known}. The tensor is damaged")
@@ -47,8 +48,7 @@ def fresh_bits(K: int | float, length: int = TILE) -> tuple[int, ...]:
 
 def check_trellis(trellis: Tensor) -> int | float:
     """The rate of a trellis (in/16, out/16, 16*K) of int16 or uint16; FormatError where dtype or shape are wrong."""
-    if not isinstance(trellis, Tensor):
-        raise ArgumentError(f"trellis must be a torch.Tensor, got {type(trellis).__name__}")
+    need_tensors(trellis=trellis)
     if trellis.dtype not in (torch.int16, torch.uint16):
         raise FormatError(f"trellis must be int16, got {trellis.dtype}; read the stored bit patterns without conversion")
     if trellis.dim() != 3:
@@ -59,8 +59,7 @@ def check_trellis(trellis: Tensor) -> int | float:
 
 def as_states(states: Tensor) -> Tensor:
     """States of any integer dtype (int16 and uint16 as bit patterns) as int32 holding 0 .. 65535."""
-    if not isinstance(states, Tensor):
-        raise ArgumentError(f"states must be a torch.Tensor, got {type(states).__name__}")
+    need_tensors(states=states)
     if states.dtype in (torch.int16, torch.uint16):
         return states.view(torch.int16).to(torch.int32) & 0xFFFF
     if states.dtype not in (torch.int32, torch.int64):
@@ -130,6 +129,8 @@ def pack(states: Tensor, K: int | float) -> Tensor:
 def is_tail_biting(states: Tensor, K: int | float) -> bool:
     """Whether every state begins with the end of its predecessor, the first one's predecessor being the last."""
     states = as_states(states)
+    if not states.dim():
+        raise ArgumentError("states must have a last dimension, the positions of a ring")
     new = torch.tensor(fresh_bits(K, states.shape[-1]), dtype=torch.int32, device=states.device)
     before = states.roll(1, dims=-1)
     return bool(((states >> new) == (before & ((1 << (16 - new)) - 1))).all())

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from exl3.codec.checks import need_tensors
 from exl3.errors import ArgumentError
 
 BLOCK = 128
@@ -32,6 +33,9 @@ def walsh(x: Tensor, n: int = BLOCK, dim: int = -1) -> Tensor:
     matrix products can change the result.
     """
     _check_size(n)
+    need_tensors(x=x)
+    if x.is_complex() or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ArgumentError(f"x must be real and have dimension {dim!r} to be rotated, got {x.dtype} of shape {tuple(x.shape)}")
     dim = dim % x.dim()
     size = x.shape[dim]
     if size % n:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl3.codec.checks import need_tensors
 from exl3.codec.codebooks import check_codebook, check_codebook_rate, codebook_table
 from exl3.codec.rings import check_rate, fresh_bits
 from exl3.errors import ArgumentError, NumericalError
@@ -28,6 +29,7 @@ def encode_reference(
     K = check_rate(K)
     check_codebook(codebook, multiplier)
     check_codebook_rate(codebook, K)
+    need_tensors(tiles=tiles)
     if tiles.dim() != 2 or not tiles.dtype.is_floating_point:
         raise ArgumentError(f"tiles must be (n, length) floating point, got {tiles.dtype} of shape {tuple(tiles.shape)}")
     length = tiles.shape[1]

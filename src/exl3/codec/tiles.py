@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl3.codec.checks import need_tensors
 from exl3.errors import ArgumentError
 
 
@@ -21,6 +22,7 @@ def tile_coordinates() -> tuple[Tensor, Tensor]:
 
 def tiles_to_matrix(tiles: Tensor) -> Tensor:
     """(in/16, out/16, 256) in stream order -> (in, out); any dtype."""
+    need_tensors(tiles=tiles)
     if tiles.dim() != 3 or tiles.shape[2] != 256:
         raise ArgumentError(f"tiles must be (in/16, out/16, 256), got shape {tuple(tiles.shape)}")
     rows, cols, _ = tiles.shape
@@ -30,6 +32,7 @@ def tiles_to_matrix(tiles: Tensor) -> Tensor:
 
 def matrix_to_tiles(matrix: Tensor) -> Tensor:
     """(in, out), both multiples of 16, -> (in/16, out/16, 256) in stream order; any dtype."""
+    need_tensors(matrix=matrix)
     if matrix.dim() != 2 or matrix.shape[0] % 16 or matrix.shape[1] % 16:
         raise ArgumentError(f"matrix must be (in, out), both multiples of 16, got shape {tuple(matrix.shape)}")
     rows, cols = matrix.shape[0] // 16, matrix.shape[1] // 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl3.codec.codebooks import check_codebook_rate, codebook_table
+from exl3.codec.codebooks import check_codebook, check_codebook_rate, codebook_table
 from exl3.codec.rings import TILE, check_trellis, unpack
 from exl3.codec.rotation import BLOCK, walsh
 from exl3.codec.tiles import tiles_to_matrix
@@ -41,7 +41,9 @@ def dequantize(trellis: Tensor, suh: Tensor, svh: Tensor, codebook: str, multipl
     floating point); codebook and multiplier as in `decode` -> (in, out) fp32. A Hugging Face weight is its transpose,
     cropped to the true sizes. Errors as in `decode`, and FormatError for scales of a wrong dtype or shape.
     """
-    check_trellis(trellis)
+    K = check_trellis(trellis)
+    check_codebook(codebook, multiplier)
+    check_codebook_rate(codebook, K)
     check_scales(trellis, suh, svh)
     rows, cols, _ = trellis.shape
     left, right = suh.float().div(BLOCK)[:, None], svh.float()[None, :]  # the two 1/sqrt(128) in one exact division
