@@ -131,7 +131,7 @@ def build(folder: Path) -> Path:
             own = wide if file.stem.endswith("_avx512") else simd if file.stem.endswith("_avx2") else ""
             out = folder / f"{file.stem}{tier}.o"
             define = f"-DEXL3_TIER={tier} -ffp-contract=off" if tier else ""
-            jobs.append([*f"g++ {common} {own} {flags} {define}".replace('"', '\\"').split(), "-c", str(file), "-o", str(out)])
+            jobs.append([*f"g++ {common} {own} {flags} {define}".split(), "-c", str(file), "-o", str(out)])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in pool.map(lambda j: subprocess.run(j, capture_output=True, text=True), jobs):
             if job.returncode:
