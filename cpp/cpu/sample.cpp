@@ -116,8 +116,9 @@ static void keep_top_p(const Row& r, float p, float top) {
   const double want = (double)p * total;
   int bucket = kBuckets - 1;
   double before_it = 0;
-  while (bucket > 0 && before_it + r.mass[bucket] < want) before_it += r.mass[bucket--];
+  while (bucket > 0 && (r.mass[bucket] == 0 || before_it + r.mass[bucket] < want)) before_it += r.mass[bucket--];
   int n = collect(r, bucket);
+  if (n == 0) return;
   make_heap(r.x, r.list, n);
   int32_t last = r.list[0];
   bool any = top > -INFINITY && (int)(order_key(top) >> 20) > bucket;  // a larger bucket already holds the first token

@@ -224,7 +224,7 @@ def test_take_rows():
         (lambda: ops.rms_norm(torch.randn(2, 8).double(), None, 1e-5), "x"),
         (lambda: ops.rms_norm(torch.randn(8), None, 1e-5), "x"),
         (lambda: ops.rms_norm(torch.randn(8, 4).t(), None, 1e-5), "contiguous"),
-        (lambda: ops.rms_norm(torch.randn(1, 8).expand(3, 8), None, 1e-5, residual=torch.randn(1, 8).expand(3, 8)), "x"),
+        (lambda: ops.rms_norm(torch.randn(1, 8).expand(3, 8), None, 1e-5, residual=torch.randn(1, 8).expand(3, 8)), "residual"),
         (lambda: ops.rms_norm(torch.randn(2, 8), None, 1e-5, out=torch.randn(3, 8)), "out"),
         (lambda: ops.rms_norm(torch.randn(2, 8), None, 1e-5, out=torch.randn(2, 8).half(), accumulate=True), "out"),
         (lambda: (lambda t: ops.rms_norm(t[0:2], None, 1e-5, out=t[1:3]))(torch.randn(3, 8)), "share memory"),

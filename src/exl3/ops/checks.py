@@ -38,17 +38,16 @@ def tensor(
     raise ArgumentError(f"{op}: {name} must be contiguous, got strides {t.stride()} for shape {tuple(t.shape)}")
 
 
-def rows(op: str, name: str, t: Tensor, n: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> int:
-    """A `(rows, n)` matrix whose rows are contiguous -> its row stride in elements."""
+def rows(op: str, name: str, t: Tensor, n: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS, *, written: bool = False) -> int:
+    """A `(rows, n)` matrix whose rows are contiguous, and do not overlap where it is written -> its row stride in elements."""
     if t.dtype not in dtypes:
         tensor(op, name, t, dtypes)
     if t.ndim != 2 or (n is not None and t.shape[1] != n):
         raise ArgumentError(f"{op}: {name} must have shape (rows, {'n' if n is None else n}), got {tuple(t.shape)}")
     stride, last = t.stride()
-    if (last != 1 and t.shape[1] > 1) or (stride < t.shape[1] and t.shape[0] > 1):
-        raise ArgumentError(
-            f"{op}: {name} must have contiguous rows that do not overlap, got strides {t.stride()} for shape {tuple(t.shape)}"
-        )
+    if (last != 1 and t.shape[1] > 1) or (written and stride < t.shape[1] and t.shape[0] > 1):
+        apart = " that do not overlap" if written else ""
+        raise ArgumentError(f"{op}: {name} must have contiguous rows{apart}, got strides {t.stride()} for shape {tuple(t.shape)}")
     return stride
 
 

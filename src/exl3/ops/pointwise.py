@@ -40,7 +40,7 @@ def rms_norm(
         checks.tensor("rms_norm", "weight", weight, checks.F32, shape=(n,), dense=True)
     residual_stride = 0
     if residual is not None:
-        residual_stride = checks.rows("rms_norm", "residual", residual, n, checks.F32)
+        residual_stride = checks.rows("rms_norm", "residual", residual, n, checks.F32, written=True)
         if residual.shape[0] != rows:
             raise ArgumentError(f"rms_norm: residual has {residual.shape[0]} rows, x has {rows}")
         checks.apart("rms_norm", "residual", residual, "x", x)

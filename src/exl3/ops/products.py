@@ -46,7 +46,8 @@ class _Group:
                 raise ArgumentError(f"linear: weights of one group take {first.in_features} and {w.in_features} inputs")
             if w.device != first.device:
                 raise ArgumentError(f"linear: weights of one group are on {first.device} and {w.device}")
-        self.shared_suh = all(torch.equal(first.suh, w.suh) for w in weights[1:])
+        with torch.utils._python_dispatch._disable_current_modes():  # may be met first while a tape records
+            self.shared_suh = all(torch.equal(first.suh, w.suh) for w in weights[1:])
         self.addresses = [w.address for w in weights] + [0] * (MAX_GROUP - len(weights))
         self.workspace: dict[tuple[int, ...], int] = {}  # bytes by (rows, dtypes, planes, activation, norm)
 
@@ -109,7 +110,7 @@ def linear(
         y_dtype = outs[0].dtype
         strides = []
         for w, y in zip(group, outs):
-            strides.append(checks.rows("linear", "out", y, w.out_features, checks.F32 if accumulate else (y_dtype,)))
+            strides.append(checks.rows("linear", "out", y, w.out_features, checks.F32 if accumulate else (y_dtype,), written=True))
             if y.shape[0] != rows:
                 raise ArgumentError(f"linear: out has {y.shape[0]} rows, x has {rows}")
             checks.apart("linear", "out", y, "x", x)
@@ -169,7 +170,7 @@ def output(
         if out.dtype not in blocks.DTYPES:
             raise ArgumentError(f"{op}: dtype must be float32, float16 or bfloat16, got {out.dtype}")
         return out, n
-    stride = checks.rows(op, "out", out, n, checks.F32 if accumulate else checks.FLOATS)
+    stride = checks.rows(op, "out", out, n, checks.F32 if accumulate else checks.FLOATS, written=True)
     if out.shape[0] != x.shape[0]:
         raise ArgumentError(f"{op}: out has {out.shape[0]} rows, x has {x.shape[0]}")
     same = in_place and out.data_ptr() == x.data_ptr() and out.dtype == x.dtype and out.stride() == x.stride()
