@@ -5,6 +5,7 @@ from exl3.files.checkpoint import Checkpoint, EmbeddingFiles
 from exl3.files.gguf import GGUF
 from exl3.files.gguf_import import import_gguf
 from exl3.files.linears import LinearFiles, load_linears
+from exl3.files.lora import LoraAdapter
 from exl3.files.safetensors import TensorInfo, read_header
 from exl3.files.shards import ShardWriter, check_disk, write_shards, write_tensors
 from exl3.files.slabs import read_tensors
@@ -15,6 +16,7 @@ __all__ = [
     "Checkpoint",
     "EmbeddingFiles",
     "LinearFiles",
+    "LoraAdapter",
     "ShardWriter",
     "TensorInfo",
     "TextStream",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import warnings
@@ -13,7 +12,7 @@ from typing import Any
 
 from exl3 import __version__
 from exl3.errors import FormatError, MissingTensorError, UnsupportedError
-from exl3.files.safetensors import TensorInfo
+from exl3.files.safetensors import TensorInfo, parse_json
 from exl3.files.shards import write_json
 
 _JSON_LIMIT = 1 << 30  # bytes; the largest tokenizer.json in the field has some tens of MB
@@ -31,13 +30,9 @@ def read_json(path: str | os.PathLike[str], *, missing_ok: bool = False) -> dict
             raise FormatError(f"{path}: absent or not a regular file")
         if path.stat().st_size > _JSON_LIMIT:
             raise FormatError(f"{path}: {path.stat().st_size} bytes, too large for a JSON file of a model")
-        value = json.loads(path.read_bytes())
-    except FormatError:
-        raise
+        value = parse_json(path.read_bytes(), str(path))
     except OSError as e:
         raise FormatError(f"{path}: cannot be read ({e.strerror or e})") from None
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"{path}: not valid JSON ({str(e)[:120]})") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value

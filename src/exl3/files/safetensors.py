@@ -100,12 +100,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     raw, data_start, size = _header_bytes(path)
-    try:
-        entries = json.loads(raw, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
-    except FormatError:
-        raise
-    except (ValueError, RecursionError) as e:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise FormatError(f"{path}: the header is not valid JSON ({str(e)[:120]}); the file is damaged, fetch it again") from None
+    entries = parse_json(raw, f"{path}: the header", lambda pairs: _no_duplicates(path, pairs))
     if not isinstance(entries, dict):
         raise FormatError(f"{path}: the header is a JSON {type(entries).__name__}, not an object")
     metadata = entries.pop("__metadata__", None) or {}
@@ -114,6 +109,19 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     tensors = {name: _check_entry(path, name, entry, data_start, size) for name, entry in entries.items()}
     _check_overlaps(path, tensors)
     return Header(tensors, {key: str(value) for key, value in metadata.items()})
+
+
+def parse_json(raw: bytes, what: str, hook: Any = None) -> Any:
+    """JSON of an untrusted file; `FormatError` naming `what` for all that is none, text that cannot be encoded again included."""
+    try:
+        value = json.loads(raw, object_pairs_hook=hook)
+        if b"\\ud" in raw or b"\\uD" in raw:  # may be half of a surrogate pair, which Python accepts but nothing can print
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as e:  # JSONDecodeError and the Unicode errors are ValueErrors
+        raise FormatError(f"{what} is not valid JSON ({str(e)[:120]!a}); the file is damaged, fetch it again") from None
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int, int]:
@@ -234,7 +242,7 @@ def _check_index(directory: Path, present: set[str]) -> None:
         try:
             if index.stat().st_size > HEADER_LIMIT:
                 continue
-            weight_map = json.loads(index.read_bytes())["weight_map"]
+            weight_map = parse_json(index.read_bytes(), index.name)["weight_map"]
             named = {str(shard): name for name, shard in weight_map.items()}
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             continue

@@ -9,6 +9,7 @@ No file is mapped: a view of a mapping would carry the file's odd addresses into
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from exl3.errors import FormatError, ResourceError
 from exl3.files.safetensors import TensorInfo, paused_gc
+from exl3.settings import debug_log
 
 ALIGNMENT = 256  # bytes; what the kernels ask of every tensor
 SLAB = 512 << 20  # bytes; a larger tensor gets a slab of its own
@@ -57,6 +59,7 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
     device = torch.device(device)
     if device.type == "meta":
         return {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
+    begin = time.perf_counter()
     with paused_gc():
         places, sizes, reads = _plan(infos)
     slabs = [_aligned_empty(size, device) for size in sizes]
@@ -70,6 +73,8 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
         for name, info in infos.items():
             slab, start = places[name]
             result[name] = slabs[slab][start : start + info.nbytes].view(info.dtype).view(info.shape)
+    seconds = time.perf_counter() - begin
+    debug_log("loader").debug("%d tensors, %d bytes in %d reads to %s: %.3f s", len(infos), sum(sizes), len(reads), device, seconds)
     return result
 
 

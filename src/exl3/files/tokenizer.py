@@ -54,7 +54,10 @@ class Tokenizer:
             raise
         settings = read_json(path / "tokenizer_config.json", missing_ok=True) or {}
         extra = read_json(path / "special_tokens_map.json", missing_ok=True) or {}
-        return cls(backend, {**{k: v for k, v in extra.items() if k in _ROLES}, **settings}, _read_templates(path, settings))
+        tokenizer = cls(backend, {**{k: v for k, v in extra.items() if k in _ROLES}, **settings}, _read_templates(path, settings))
+        if tokenizer.vocab_size > 16 * len(tokenizer.vocab) + (1 << 20):  # tables are indexed by id
+            raise FormatError(f"{file}: {len(tokenizer.vocab)} tokens with ids up to {tokenizer.vocab_size - 1}; the file is damaged")
+        return tokenizer
 
     def _add_missing_tokens(self) -> None:
         """Tokens that only tokenizer_config.json registers, as older files do: added_tokens_decoder and the named special tokens."""
@@ -181,7 +184,10 @@ class Tokenizer:
         if special:
             return self.backend
         if self._plain is None:
-            copy = type(self.backend).from_str(self.backend.to_str())
+            try:
+                copy = type(self.backend).from_str(self.backend.to_str())
+            except Exception as e:  # merges that name no token get in but not out again
+                raise FormatError(f"the tokenizer contradicts itself ({str(e)[:160]})") from None
             copy.encode_special_tokens = True
             self._plain = copy
         return self._plain
