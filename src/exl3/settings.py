@@ -357,7 +357,7 @@ _ROWS: dict[str, list[Setting]] = {
     ],
     "Debugging": [
         _works("EXLLAMA_DEBUGLOG_<CATEGORY>", "present", False,
-               "time-stamped debug log of one category, on Python's `logging` as `exl3.debug.<category>`"),
+               "time-stamped debug log of one category, `BACKEND` or `LOADER`, on Python's `logging` as `exl3.debug.<category>`"),
         _works("ROCPROFILER_REGISTER_ENABLED", "text", "0",
                "ROCm's profiler registration, which keeps a core busy; `import exl3` sets 0 if unset. Set 1 for torch.profiler on ROCm",
                read="import"),
