@@ -18,7 +18,6 @@ from exl3.generate.job import Job
 from exl3.generate.sampling import State, apply_mask, check_finite, uniform
 
 _MAX_HISTORY = 8192  # longer histories go step by step: copying them for every row would cost more than it saves
-_GREEDY = ops.pack_sample_params([ops.SampleParams(temperature=0.0)]).numpy().tobytes()
 
 Drawn = tuple[int, Any] | Exception
 
@@ -34,6 +33,13 @@ class Drawer:
         """One token for each (job, row, offset): `offset` counts draft tokens before it. An error of one row is returned in its place."""
         if logits.shape[1] > self.vocab:
             logits[:, self.vocab :] = -math.inf
+        if self.fused and all([job.plain for job, _, _ in rows]):
+            out: list[Any] = [None] * len(rows)
+            self._draw_fused(logits, rows, range(len(rows)), out)
+            return [o if isinstance(o, Exception) else (o, None) for o in out]
+        return self._draw_mixed(logits, rows)
+
+    def _draw_mixed(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]]) -> list[Drawn]:
         out: list[Any] = [None] * len(rows)
         fused: list[int] = []
         extras: dict[int, Tensor] = {}
@@ -44,8 +50,7 @@ class Drawer:
                 if job.forced:
                     out[i] = job.forced.pop(0)
                     continue
-                plain = not (job.filters or job.blocked or job.healing or job.min_new_tokens > job.new_tokens)
-                if not plain:
+                if job.filters or job.blocked or job.healing or job.min_new_tokens > job.new_tokens:
                     self._restrict(logits[row], job)
                 past = self._history(job)
                 if self.fused and past is not None:
@@ -100,18 +105,20 @@ class Drawer:
         state = self._state(row, job, offset, uniform(job.seed, job.counter(offset)))
         return job.sampler.draw(state)
 
-    def _draw_fused(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]], chosen: list[int], out: list[Any]) -> None:
+    def _draw_fused(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]], chosen: Sequence[int], out: list[Any]) -> None:
         at = [rows[i][1] for i in chosen]
         first, count = at[0], len(at)
-        part = logits[first : first + count] if at == list(range(first, first + count)) else logits.index_select(0, torch.tensor(at, device=logits.device))
-        data = bytearray()
+        if at[-1] - first == count - 1 and at == list(range(first, first + count)):
+            part = logits[first : first + count]
+        else:
+            part = logits.index_select(0, torch.tensor(at, device=logits.device))
         longest = 0
+        records = []
         for i in chosen:
             job, _, offset = rows[i]
-            data += job.param_bytes()
-            data += job.counter(offset).to_bytes(8, "little")
+            records.append(job.param_bytes() + job.counter(offset).to_bytes(8, "little"))
             longest = max(longest, job.plan.history)
-        params = torch.frombuffer(data, dtype=torch.uint8).view(count, -1)
+        params = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8).view(count, -1)
         history = lengths = None
         if longest:
             history, lengths = self._pack_history([rows[i] for i in chosen], logits.device)
@@ -120,8 +127,11 @@ class Drawer:
             out[i] = token if token >= 0 else self._bad_row(logits, rows[i])
 
     def _pack_history(self, rows: Sequence[tuple[Job, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        past = [job.ids[max(0, job.n + offset - job.plan.history) : job.n + offset] if job.plan.history else job.ids[:0] for job, _, offset in rows]
-        table = np.zeros((len(rows), max(1, *map(len, past)) if len(past) > 1 else max(1, len(past[0]))), np.int32)
+        past = []
+        for job, _, offset in rows:
+            end = job.n + offset
+            past.append(job.ids[max(0, end - job.plan.history) : end] if job.plan.history else job.ids[:0])
+        table = np.zeros((len(rows), max([1, *map(len, past)])), np.int32)
         for r, ids in enumerate(past):
             table[r, : len(ids)] = ids
         lengths = np.array([len(p) for p in past], np.int32)

@@ -444,7 +444,7 @@ class Generator:
         group = [(j, d) for j, d in group if not j.is_finished]
         if not group:
             return
-        rows = [([int(j.ids[j.cached]), *d], j.cached, j.pages, j.serial_number) for j, d in group]
+        rows = [([j.last, *d] if d else [j.last], j.cached, j.pages, j.serial_number) for j, d in group]
         try:
             logits = self.runner.run(rows)
         except Exception as error:
@@ -465,12 +465,17 @@ class Generator:
 
     def _draw(self, draws: list[tuple[Job, int, list[int]]], logits: torch.Tensor, results: list[Result]) -> None:
         """Samples each job's rows one after another for as long as the sample equals the draft."""
+        if not any([draft for _, _, draft in draws]):
+            self._draw_one_each(draws, logits, results)
+            return
         ahead: dict[Job, list[Any]] = {}
         first: list[tuple[Job, int, int]] = []
         for job, row, draft in draws:
             first += [(job, row + i, i) for i in range(1 + len(draft) if draft and job.independent else 1)]
         for (job, _, _), drawn in zip(first, self.drawer.draw(logits, first)):
             ahead.setdefault(job, []).append(drawn)
+        for job, _, _ in draws:
+            job.last_view = None
         alive = [(job, row, draft, 0) for job, row, draft in draws]
         while alive:
             missing = [(job, row + i, 0) for job, row, draft, i in alive if not ahead.get(job)]
@@ -508,10 +513,33 @@ class Generator:
                 self._advance(job, results)
             alive = following
 
+    def _draw_one_each(self, draws: list[tuple[Job, int, list[int]]], logits: torch.Tensor, results: list[Result]) -> None:
+        drawn = self.drawer.draw(logits, [(job, row, 0) for job, row, _ in draws])
+        views = torch.tensor([0 if isinstance(d, Exception) else d[0] for d in drawn]).view(-1, 1, 1).unbind(0)
+        now = time.perf_counter()
+        for (job, _, _), d, view in zip(draws, drawn, views):
+            try:
+                if isinstance(d, Exception):
+                    raise d
+                job.last_view = view
+                job.commit(d[0], d[1])
+            except Exception as error:
+                self._fail(job, error, results)
+                continue
+            if not job.time_first:
+                job.time_first = now
+            self._advance(job, results)
+        self.tokens_out += len(draws)
+
     def _advance(self, job: Job, results: list[Result]) -> None:
         """After the last token of a step: publish pages, results, the next masks, or the end of the stint."""
         if (job.n - 1) // PAGE > len(job.chain):
             self._publish(job)
+        if job.eos is None and job.n < job.stint_end and not job.filters:
+            made = job.streaming()
+            if made is not None:
+                results.append(made)
+            return
         requeue = job.eos is None and job.n >= job.stint_end and job.new_tokens < (job.max_new_tokens or 0)
         self._emit(job, results, requeue)
         if job.is_finished:

@@ -14,7 +14,7 @@ import torch
 from exl3.errors import ArgumentError, UnsupportedError
 from exl3.generate.pages import JobTooLargeError
 from exl3.generate.presets import DefaultSampler
-from exl3.generate.sampling import Plan, Sampler, SS_Base
+from exl3.generate.sampling import Plan, Sampler
 from exl3.generate.stream import Rewind, Stream, Token
 from exl3.generate.text import LoopDetector, Pieces
 
@@ -108,6 +108,7 @@ class Job:
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens, self.return_logits, self.return_probs = return_top_tokens, return_logits, return_probs
         self.return_prompt_probs = return_prompt_probs
+        self.wants_extra = return_probs or return_logits or return_top_tokens > 0  # results carry probabilities or logits
         self.filters = list(filters or ())
         self.token_healing, self.identifier, self.clamp = token_healing, identifier, clamp
         self.banned_strings = list(banned_strings or ())
@@ -119,6 +120,8 @@ class Job:
         # engine state
         self.ids = self.prompt  # buffer of all tokens, `n` of them used, of which `cached` have keys and values
         self.n = self.cached = 0
+        self.last = 0  # the last token
+        self.last_view: Any = None  # and the same as a tensor (1, 1), a view of the step's
         self.pages: list[int] = []
         self.chain: list[bytes] = []  # hashes of the leading pages that are published or shared
         self.names: list[bytes] = []
@@ -152,6 +155,7 @@ class Job:
             raise ArgumentError(f"sampler: a CustomSampler is needed, got {type(sampler).__name__}")
         self.sampler = sampler
         self.plan: Plan = sampler.plan()
+        self.plain_sampler = self.plan.params is not None and not self.plan.before and not self.plan.history
         self._params: bytes | None = None
 
     def set_filters(self, filters: Sequence[Any] | None) -> None:
@@ -210,6 +214,7 @@ class Job:
         self.ids = np.zeros(len(self.prompt) + self.max_new_tokens + 1, np.int32)
         self.n = len(self.prompt)
         self.ids[: self.n] = self.prompt
+        self.last = int(self.prompt[-1])
         self.time_enqueue = time.perf_counter()
 
     def _resolve_limit(self, generator: Any, context: int) -> None:
@@ -263,17 +268,16 @@ class Job:
     # sampling
 
     @property
-    def wants_extra(self) -> bool:
-        """Whether results carry probabilities or logits."""
-        return self.return_probs or self.return_logits or self.return_top_tokens > 0
+    def plain(self) -> bool:
+        """Whether the next token is a fused draw from the logits as they are."""
+        return self.plain_sampler and not (
+            self.filters or self.blocked or self.forced or self.healing or self.wants_extra or self.new_tokens < self.min_new_tokens
+        )
 
     @property
     def independent(self) -> bool:
         """Whether the draw of a later draft token doesn't depend on the earlier ones."""
-        p = self.plan
-        return not (p.params is None or p.before or p.history or self.filters or self.blocked or self.forced or self.healing or self.wants_extra) and (
-            self.new_tokens >= self.min_new_tokens
-        )
+        return self.plain
 
     def counter(self, offset: int = 0) -> int:
         """Number of the coming draw."""
@@ -292,16 +296,12 @@ class Job:
             self._params = packed.numpy().tobytes()[:40]
         return self._params
 
-    def before_steps(self) -> list[SS_Base]:
-        """Sampler steps that run before the fused call."""
-        return self.plan.before
-
     # one token
 
     def commit(self, token: int, extra: Any = None) -> None:
         """Takes a sampled token: text, stop conditions, limits. Sets `eos` when it ends the job."""
-        position = self.n
-        self.ids[position] = token
+        self.ids[self.n] = token
+        self.last = token
         self.n += 1
         self.new_tokens += 1
         if token in self.stop_tokens:
@@ -316,6 +316,8 @@ class Job:
         outcome = self.stream.push(token, extra, data)
         if isinstance(outcome, Rewind):
             self._rewind(outcome)
+            return
+        if outcome is None and not self.filters and self.loop is None and self.new_tokens < self.max_new_tokens:  # type: ignore[operator]
             return
         for f in self.filters:
             f.feed(token)
@@ -356,6 +358,7 @@ class Job:
             if gone.count > 1:
                 f.rewind(gone.count - 1)  # the last token was never fed
         self.n = at
+        self.last = int(self.ids[at - 1])
         self.cached = min(self.cached, at - 1)
         self.draft_cached = min(self.draft_cached, self.cached)
         self.new_tokens -= gone.count
@@ -376,6 +379,18 @@ class Job:
 
     def streaming(self, requeue: bool = False) -> dict[str, Any] | None:
         """What became certain since the last result, or None if nothing did and the job goes on."""
+        quick = self.stream.quick
+        if quick is not None and self.eos is None and not requeue and not self.suppressed:
+            self.stream.quick = None
+            text, token = quick
+            made = {"job": self, "stage": "streaming", "eos": False, "serial": self.serial_number}
+            if self.identifier is not None:
+                made["identifier"] = self.identifier
+            if text:
+                made["text"] = text
+                self.stream.full.append(text)
+            made["token_ids"] = torch.tensor([[token]]) if self.last_view is None else self.last_view
+            return made
         text, tokens = self.stream.take()
         if not text and not tokens and self.eos is None and not requeue:
             return None

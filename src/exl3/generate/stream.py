@@ -43,6 +43,7 @@ class Stream:
         self._ban_text = ""
         self._out: list[str] = []
         self.full: list[str] = []  # all text handed out
+        self.quick: tuple[str, int] | None = None  # the only token since the last take, released whole: (text, id)
 
     def set_banned(self, banned: Iterable[str] | None) -> None:
         """Replaces the banned strings; what only the old ones held is released with the next token."""
@@ -52,6 +53,20 @@ class Stream:
     def push(self, token: int, extra: Any = None, data: bytes | None = None) -> str | Rewind | None:
         """`data`: bytes to add in place of the token's own (token healing)."""
         detok = self.detok
+        if detok._idle and extra is None and data is None and not (self.pending or self._ban_text or self.banned.banned or self._out or self.quick):
+            text = detok.push(token)  # the common case: nothing is held, and nothing of this need be
+            if detok._idle:
+                released, found = self.stops.push(text)
+                self._certain += len(text)
+                if released == text and found is None:
+                    self._released += len(text)
+                    self.quick = (text, token)
+                    return None
+                return self._queue(token, None, self._certain - len(text), None, released, found)
+            self._certain += len(text)
+            return self._queue(token, None, self._certain - len(text), None, *self.stops.push(text))
+        if self.quick is not None:
+            self._slow_down()
         before = detok.copy() if self.banned.banned else None
         begin = self._certain
         text = detok.push(token) if data is None else detok.push_bytes(data)
@@ -63,6 +78,23 @@ class Stream:
                 return passed
             text = passed
         return self._check_stops(text) if text else None
+
+    def _queue(self, token: int, extra: Any, begin: int, before: Detokenizer | None, released: str, found: str | None) -> str | None:
+        """Queues a token and hands text on."""
+        self.pending.append(Token(token, begin, self._certain + self.detok.held, extra, before))
+        if released:
+            self._out.append(released)
+            self._released += len(released)
+        return found
+
+    def _slow_down(self) -> None:
+        """Turns the quick token into an ordinary pending one."""
+        assert self.quick is not None
+        text, token = self.quick
+        self.quick = None
+        self.pending.append(Token(token, self._certain - len(text), self._certain, None, None))
+        if text:
+            self._out.append(text)
 
     def _check_banned(self, text: str) -> str | Rewind:
         """Text free of banned strings, whole tokens at a time, or the rewind."""
@@ -98,6 +130,8 @@ class Stream:
 
     def finish(self) -> str | None:
         """Releases what is held, or finds the stop string in it."""
+        if self.quick is not None:
+            self._slow_down()
         rest = self._ban_text + self.detok.finish()
         self._certain += len(rest) - len(self._ban_text)
         self._ban_text = ""
@@ -113,6 +147,8 @@ class Stream:
 
     def take(self) -> tuple[str, list[Token]]:
         """(text, tokens) released since the last call."""
+        if self.quick is not None:
+            self._slow_down()
         text = "".join(self._out)
         self._out.clear()
         if text:

@@ -29,6 +29,8 @@ class Pieces:
         self.exact = exact
         self.tokenizer = tokenizer
         self._sorted: list[tuple[bytes, int]] | None = None
+        # text of tokens that stand for themselves: ASCII, so complete and nothing can join them; None for the rest
+        self.plain = [p.decode() if p.isascii() and i not in self.special else None for i, p in enumerate(self.pieces)] if exact else []
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -123,11 +125,16 @@ class Detokenizer:
         self.table, self.special, self.join_emoji = pieces, special, join_emoji
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+        self._idle = pieces.exact  # nothing is held in any form
         self._window = list(context[-8:])  # the inexact path only
         self._window_text = self._decode_window() if not pieces.exact else ""
 
     def push(self, token: int) -> str:
         """Text that became certain with this token; may be empty."""
+        if self._idle:
+            plain = self.table.plain[token] if 0 <= token < len(self.table.plain) else ""
+            if plain is not None:
+                return plain
         if not self.table.exact:
             return self._push_inexact(token)
         return self.push_bytes(self.table.bytes_of(token, self.special))
@@ -135,26 +142,25 @@ class Detokenizer:
     def push_bytes(self, data: bytes) -> str:
         """The same for bytes that are no token's."""
         text = self._utf8.decode(data) if data else ""
-        if not self.join_emoji:
-            return text
-        if not self._held and (not text or text.isascii()):
-            return text
-        text = self._held + text
-        cut = _settled(text)
-        self._held = text[cut:]
-        return text[:cut]
+        if self.join_emoji and (self._held or not text.isascii()):
+            text = self._held + text
+            cut = _settled(text)
+            text, self._held = text[:cut], text[cut:]
+        self._idle = not self._held and not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """What was held back, with a broken tail replaced. The object then starts afresh."""
         text = self._held + self._utf8.decode(b"", True)
         self._held = ""
         self._utf8.reset()
+        self._idle = self.table.exact
         return text
 
     @property
     def held(self) -> int:
         """Code points held back; an incomplete one counts as one."""
-        return len(self._held) + bool(self._utf8.getstate()[0])
+        return 0 if self._idle else len(self._held) + bool(self._utf8.getstate()[0])
 
     def copy(self) -> Detokenizer:
         """An independent copy in the same state (for a rewind)."""
@@ -162,6 +168,7 @@ class Detokenizer:
         other.table, other.special, other.join_emoji = self.table, self.special, self.join_emoji
         other._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         other._utf8.setstate(self._utf8.getstate())
+        other._idle = self._idle
         other._held, other._window, other._window_text = self._held, list(self._window), self._window_text
         return other
 
