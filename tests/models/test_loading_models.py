@@ -362,6 +362,37 @@ def test_streaming_blocks(tmp_path: Path) -> None:
     assert abs(kl(logits(CONFIG, weights, ids(2, 9)), model.head(x, batch).view(2, 9, -1))) < 1e-8
 
 
+def test_no_tokenizer_is_said_once(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, random_weights(CONFIG))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = exl3.load(tmp_path, device="cpu")
+    assert [str(w.message) for w in seen if "tokenizer.json" in str(w.message)] == [
+        f"{tmp_path}: no tokenizer.json, so text is not available; token ids are"
+    ]
+    assert model.tokenizer is None and model.logits([1, 2]).shape == (1, 2, 96)
+
+
+def test_tokenizer_is_read_on_first_use(tmp_path: Path) -> None:
+    import tokenizers
+
+    write(tmp_path, CONFIG, random_weights(CONFIG))
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*runs slowly.*")
+        model = exl3.load(tmp_path, device="cpu")
+    assert model.tokenizer.encode("b") == [1]
+    assert model.tokenizer is model.tokenizer
+
+
+def test_generate_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(write(tmp_path, CONFIG, random_weights(CONFIG)))
+    monkeypatch.setattr(exl3.generate, "generate", lambda *args, **options: (args, options))
+    assert model.generate("hi", 5, temperature=0.5) == ((model, "hi", 5), {"temperature": 0.5})
+
+
 def test_default_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert loading.default_device() == torch.device("cpu")

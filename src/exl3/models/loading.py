@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import Any
 
 import torch
 
 from exl3.cache import PAGE
-from exl3.errors import ArgumentError, MissingTensorError
+from exl3.errors import ArgumentError
 from exl3.files import Checkpoint
 from exl3.models import memory
 from exl3.models.model import Model
@@ -43,7 +42,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     found.load(device, None if device.type == "cpu" else model.dtype)
     model.eval()
     model.path = str(path)
-    model.tokenizer = _tokenizer(checkpoint)
+    if not (checkpoint.path / "tokenizer.json").exists():
+        warnings.warn(f"{checkpoint.path}: no tokenizer.json, so text is not available; token ids are", stacklevel=2)
     return model
 
 
@@ -117,13 +117,3 @@ def context(model: Model, need: memory.Need, device: torch.device, max_tokens: i
     room = memory.available_bytes(device) - memory.reserve_bytes(device) - need.total_bytes
     fits = max(PAGE, room // max(per_token, 1) // PAGE * PAGE)
     return min(model.config.max_position_embeddings, fits)
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Any:
-    from exl3.files.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer.from_directory(checkpoint.path)
-    except MissingTensorError as error:
-        warnings.warn(f"{error}; text is not available, token ids are", stacklevel=3)
-        return None

@@ -12,6 +12,7 @@ from exl3 import ops
 from exl3.cache import Batch
 from exl3.errors import ArgumentError
 from exl3.files import Checkpoint
+from exl3.files.tokenizer import Tokenizer
 from exl3.models.config import Config
 from exl3.models.tensors import find_tensors
 from exl3.nn import MLP, Attention, Embedding, Linear, RMSNorm, Rotary, project, rope_parameters
@@ -67,7 +68,7 @@ class Model(nn.Module):
     device      where it lives; "meta" until loaded
     dtype       of values between operations (the residual stream is always fp32)
     max_tokens  longest context this load allows
-    tokenizer   `exl3.Tokenizer` of the directory, or None
+    path        the directory it was loaded from
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
@@ -94,7 +95,8 @@ class Model(nn.Module):
         self.device = torch.device("meta")
         self.dtype = torch.float32
         self.max_tokens = c.max_position_embeddings
-        self.tokenizer: Any = None
+        self._tokenizer: Any = None
+        self._tokenizer_read = False
         self.path: str | None = None
 
     # what a family may override
@@ -156,6 +158,18 @@ class Model(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def tokenizer(self) -> Any:
+        """`exl3.Tokenizer` of the directory, read on first use (a large vocabulary takes seconds); None where there is none."""
+        if not self._tokenizer_read and self.path is not None:
+            self._tokenizer = Tokenizer.from_directory(self.path)
+            self._tokenizer_read = True
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self._tokenizer, self._tokenizer_read = value, True
 
     @torch.no_grad()
     def logits(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
