@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +30,21 @@ def test_rate_and_codebook_come_from_the_tensors(model_dir, K, marker):
     assert all(torch.equal(got[role], tensors[f"{P}.{role}"]) for role in ("trellis", "suh", "svh"))
     assert torch.equal(got["bias"], tensors[f"{P}.bias"][:300].float())
     assert x.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def test_layers_written_by_exllamav3(tmp_path):
+    """Rates and codebooks are recognised from the tensors alone; the names say what is right."""
+    shutil.copy(Path(__file__).parents[1] / "data" / "exllamav3_linear.safetensors", tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    c = Checkpoint.open(tmp_path)
+    keys = sorted(c.exl3_keys())
+    assert len(keys) == 14
+    for key in keys:
+        x, (codebook, rate) = c.linear(key, shape=(128, 256)), key.split(".K")
+        assert (x.codebook, x.K) == (codebook, float(rate)), key
+        assert x.multiplier == {"3inst": None, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}[codebook]
+    loaded = c.load_linears({key: c.linear(key) for key in keys})
+    assert all(t["svh"].shape == (128,) and t["suh"].shape == (256,) and t["trellis"].shape[:2] == (16, 8) for t in loaded.values())
 
 
 def test_stored_multiplier_is_used(model_dir):

@@ -6,11 +6,12 @@ In all formats a block is one or two fp16 factors and small integers; 256-weight
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8; NumPy's stubs lose the width in shifts
 Floats = NDArray[np.float32]
 
 # type number in a file -> name

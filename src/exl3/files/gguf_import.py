@@ -174,7 +174,7 @@ class _Model:
         }
         bias = "blk.0.attn_q.bias" in tensors
         if self.arch == "llama":
-            own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+            own: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
             own |= {"attention_bias": bias, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
         elif self.arch == "qwen2":
             own = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}

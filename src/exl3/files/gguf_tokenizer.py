@@ -153,7 +153,7 @@ def _byte_level(vocabulary: Vocabulary) -> Any:
     if rule is None:
         raise UnsupportedError(f"GGUF pre-tokenizer {vocabulary.pre!r}; served are {', '.join(_PRE_TOKENIZERS)}")
     vocab = _model_vocabulary(vocabulary)
-    merges = [tuple(m.split(" ", 1)) for m in _strings(vocabulary._get("merges", list), "merges")]
+    merges = [(a, b) for a, _, b in (m.partition(" ") for m in _strings(vocabulary._get("merges", list), "merges"))]
     llama3 = rule is _LLAMA3
     try:
         backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3))

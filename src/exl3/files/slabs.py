@@ -66,7 +66,7 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
     if staged or (staged is None and device.type != "cpu"):
         _run(reads, lambda: _Staging(slabs, device))
     else:
-        views = [memoryview(slab.numpy()) for slab in slabs]
+        views = [_bytes(slab) for slab in slabs]
         _run(reads, lambda: lambda fd, read: _fill(fd, read, views[read.slab], 0))
     result = {}
     with paused_gc():
@@ -119,6 +119,10 @@ def _aligned_empty(size: int, device: torch.device) -> Tensor:
         raise ResourceError(f"{size} bytes for weights on {device} are not to be had: {str(e).splitlines()[0]}") from None
     skip = -raw.data_ptr() % ALIGNMENT
     return raw[skip : skip + size]
+
+
+def _bytes(t: Tensor) -> memoryview:
+    return memoryview(t.numpy())  # type: ignore[arg-type]  # an array is a buffer, whatever the stubs of before Python 3.12 say
 
 
 def _run(reads: list[_Read], make_reader: Any) -> None:
@@ -195,7 +199,7 @@ class _Staging:
         buffer = self.buffers[self.turn]
         if self.cuda:
             self.free[self.turn].synchronize()  # returns at once for an event never recorded
-        _fill(fd, read, memoryview(buffer.numpy()), read.start)
+        _fill(fd, read, _bytes(buffer), read.start)
         target = self.slabs[read.slab][read.start : read.stop]
         if self.cuda:
             with torch.cuda.stream(self.stream):
