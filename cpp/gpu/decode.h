@@ -2,30 +2,17 @@
 #pragma once
 #include "numbers.h"
 
+#include "exl3/codec.h"
+
 // The value of a 16-bit state, rounded to fp16 as the format defines it.
 GPU_FN float code_value(uint32_t state, int codebook, uint32_t multiplier) {
-  uint32_t p = state * multiplier;
-  if (codebook == EXL3_MUL1) {
-    const uint32_t sum = (p & 255) + ((p >> 8) & 255) + ((p >> 16) & 255) + (p >> 24);
-    // exact in fp32: 11 bits times 11 bits, so one rounding, to fp16
-    return half_to_float(float_to_half((float)(1024 + sum) * 0.00676727294921875f - 10.3828125f));
-  }
-  if (codebook == EXL3_3INST) p += 64248484u;
-  p = (p & 0x8fff8fffu) ^ 0x3b603b60u;
+  if (codebook == EXL3_MUL1)  // exact in fp32 (11 bits times 11 bits), so one rounding, to fp16
+    return half_to_float(float_to_half((float)(1024 + exl3::byte_sum(state, multiplier)) * exl3::kMul1Scale + exl3::kMul1Shift));
+  const uint32_t p = exl3::half_pair(state, multiplier, codebook == EXL3_3INST ? exl3::k3instAddend : 0u);
   return half_to_float(float_to_half(half_to_float((uint16_t)p) + half_to_float((uint16_t)(p >> 16))));
 }
 
-// State of stream position i of a tile of 4*k2 words: the 16 ring bits that end with the position's own (format 2.2).
-GPU_FN uint32_t state_at(const uint32_t* tile, int k2, int i) {
-  const int words = 4 * k2, end = ((i + 1) * k2) >> 1;
-  int at = end - 16;
-  if (at < 0) at += 32 * words;
-  const int a = at >> 5, o = at & 31;
-  const uint32_t high = tile[a], low = tile[a + 1 == words ? 0 : a + 1];
-  return (uint32_t)((((uint64_t)high << 32 | low) >> (48 - o)) & 0xffff);
-}
-
-// Place of (row, column) of a tile in stream order (format 2.1).
+// Place of (row, column) of a tile in stream order (format 2.1): the inverse of exl3::tile_row and tile_col.
 GPU_FN int stream_position(int r, int c) {
   const int j = (r & 1) + 2 * (r >> 3) + 4 * (c >> 3), t = ((r & 7) >> 1) + 4 * (c & 7);
   return 8 * t + j;
@@ -47,8 +34,8 @@ GPU_FN void reconstruct(const ReconstructArgs& a) {
   const uint32_t* words = (const uint32_t*)w.trellis + tile * 4 * w.k2;
   const int64_t row0 = tile / columns * 16, column0 = tile % columns * 16;
   for (int j = 0; j < 8; j++) {
-    const int64_t r = row0 + 2 * (lane & 3) + (j & 1) + 8 * ((j >> 1) & 1), c = column0 + (lane >> 2) + 8 * (j >> 2);
-    store(a.out, r * w.out_padded + c, a.dtype, code_value(state_at(words, w.k2, 8 * lane + j), w.codebook, w.multiplier));
+    const int64_t r = row0 + exl3::tile_row(8 * lane + j), c = column0 + exl3::tile_col(8 * lane + j);
+    store(a.out, r * w.out_padded + c, a.dtype, code_value(exl3::ring_state(words, w.k2, 8 * lane + j), w.codebook, w.multiplier));
   }
 }
 
@@ -63,7 +50,7 @@ GPU_FN void reconstruct_original(const ReconstructArgs& a) {
   float v[16][4];
   for (int c = 0; c < 16; c++) {
     for (int e = 0; e < 4; e++)
-      v[c][e] = code_value(state_at(words, w.k2, stream_position((4 * lane + e) & 15, c)), w.codebook, w.multiplier);
+      v[c][e] = code_value(exl3::ring_state(words, w.k2, stream_position((4 * lane + e) & 15, c)), w.codebook, w.multiplier);
     hadamard128(v[c]);  // down the rows
   }
   for (int m = 1; m < 16; m <<= 1)  // along the columns of this warp

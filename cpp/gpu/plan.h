@@ -34,6 +34,9 @@ int start(Kernel kernel, int64_t grid_x, int64_t grid_y, const Args& block, void
 }
 inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
+inline const void* advance(const void* p, int64_t elements, int dtype) { return (const char*)p + elements * (dtype == EXL3_F32 ? 4 : 2); }
+inline void* advance(void* p, int64_t elements, int dtype) { return (char*)p + elements * (dtype == EXL3_F32 ? 4 : 2); }
+
 // Rows beyond the second grid dimension's limit go into several launches: f(first row, rows).
 template <class F>
 int in_row_chunks(int rows, int chunk, F f) {
@@ -91,8 +94,8 @@ inline int attention_plain(const exl3_attention_args* a, void* stream) {
   return in_row_chunks(a->tokens, 65535, [&](int first, int rows) {
     exl3_attention_args part = *a;
     part.tokens = rows;
-    part.q = row_of(a->q, first * a->q_stride, a->dtype);
-    part.y = row_of(a->y, first * a->y_stride, a->dtype);
+    part.q = advance(a->q, first * a->q_stride, a->dtype);
+    part.y = advance(a->y, first * a->y_stride, a->dtype);
     part.positions += first;
     part.token_row += first;
     return start(K_attention_plain, a->heads, rows, part, stream);
@@ -102,9 +105,9 @@ inline int act_mul(const exl3_act_mul_args* a, void* stream) {
   return in_row_chunks(a->rows, 65535, [&](int first, int rows) {
     exl3_act_mul_args part = *a;
     part.rows = rows;
-    part.gate = row_of(a->gate, first * a->gate_stride, a->dtype);
-    part.up = a->up ? row_of(a->up, first * a->up_stride, a->dtype) : nullptr;
-    part.y = row_of(a->y, first * a->y_stride, a->dtype);
+    part.gate = advance(a->gate, first * a->gate_stride, a->dtype);
+    part.up = a->up ? advance(a->up, first * a->up_stride, a->dtype) : nullptr;
+    part.y = advance(a->y, first * a->y_stride, a->dtype);
     return start(K_act_mul, parts(a->n, 1024), rows, part, stream);
   });
 }
@@ -116,7 +119,7 @@ inline int embedding(const exl3_embedding_args* a, void* stream) {
     exl3_embedding_args part = *a;
     part.tokens = rows;
     part.ids += first;
-    part.y = row_of(a->y, first * a->y_stride, a->y_dtype);
+    part.y = advance(a->y, first * a->y_stride, a->y_dtype);
     return a->trellis_bits ? start(K_embedding_ring, parts(a->n, 256), rows, part, stream)
                            : start(K_embedding, parts(a->n, 1024), rows, part, stream);
   });

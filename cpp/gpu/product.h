@@ -95,7 +95,7 @@ GPU_FN void product_sums(const ProductArgs& a, const exl3_weight& w, const float
     for (int t = 0; t < 8; t++) {
       const uint32_t* tile = (const uint32_t*)w.trellis + ((int64_t)k16 * columns + group * 8 + t) * 4 * w.k2;
       for (int j = 0; j < 8; j++) {
-        const float value = code_value(state_at(tile, w.k2, 8 * lane + j), w.codebook, w.multiplier);
+        const float value = code_value(exl3::ring_state(tile, w.k2, 8 * lane + j), w.codebook, w.multiplier);
         for (int r = 0; r < kProductRows; r++) acc[r][t][j >> 2] += value * v[r][j & 3];
       }
     }

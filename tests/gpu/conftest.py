@@ -25,3 +25,12 @@ def cuda() -> Library:
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def lib(request: Any) -> Library:
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def cuda_or_not() -> tuple[Any, bool]:
+    """The table of libexl3_cuda, which loads without a card too, and whether one is there."""
+    path = cuda_library()
+    if path is None:
+        pytest.skip("needs libexl3_cuda.so")
+    return Library(path, "cpu").table, torch.cuda.is_available()

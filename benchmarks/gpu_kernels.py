@@ -1,0 +1,275 @@
+"""Times the CUDA kernels by graph replay over distinct data larger than the L2 cache, and prints tables.
+
+    python benchmarks/gpu_kernels.py [--only linear,prefill,attention,encode,decode] [--json FILE]
+
+Each figure is the median of 15 replays. Random trellis bits: any bits are a legal code, and timing does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from harness import MULTIPLIERS, Library, cuda_library
+
+from exl3.ops import blocks
+
+ENOUGH = 320 << 20  # bytes of distinct weights: several times the L2 of any card
+
+
+def replay(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
+    """Microseconds of one call, all of them recorded in one graph."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for i in range(repeats + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(stop) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def random_weights(n_in: int, n_out: int, K: float, codebook: str, most: int = 24) -> list[dict[str, Any]]:
+    nbytes = n_in * n_out * K / 8
+    made = []
+    for _ in range(min(most, max(2, int(ENOUGH / nbytes)))):
+        made.append(
+            {
+                "trellis": torch.randint(-32768, 32768, (n_in // 16, n_out // 16, round(16 * K)), dtype=torch.int16, device="cuda"),
+                "suh": (torch.rand(n_in, device="cuda") + 0.5).half() / 64,
+                "svh": (torch.rand(n_out, device="cuda") + 0.5).half(),
+                "bias": None,
+                "in": n_in,
+                "out": n_out,
+                "codebook": codebook,
+                "multiplier": MULTIPLIERS[codebook],
+            }
+        )
+    return made
+
+
+def linear_call(lib: Library, x: torch.Tensor, ws: list[dict[str, Any]], **options: Any) -> Callable[[], Any]:
+    count = 1 if options.get("activation") else len(ws)
+    outs = [torch.empty(x.shape[0], w["out"], dtype=torch.half, device="cuda") for w in ws[:count]]
+    lib.linear(x, ws, outs=outs, shared=True, **options)  # makes the workspace
+    return lambda: lib.linear(x, ws, outs=outs, shared=True, **options)
+
+
+def linear(lib: Library) -> list[dict[str, Any]]:
+    cases: list[tuple[int, int, float, str, tuple[int, ...]]] = [
+        (4096, 4096, 4, "mul1", (1, 2, 4, 8, 16)),
+        (4096, 6144, 4, "mul1", (1,)),
+        (4096, 14336, 4, "mul1", (1, 2, 4, 8, 16, 32, 64)),
+        (4096, 28672, 4, "mul1", (1,)),
+        (14336, 4096, 4, "mul1", (1, 8)),
+        (8192, 28672, 4, "mul1", (1, 8)),
+        *((4096, 14336, K, "mul1", (1, 8)) for K in (1, 2, 2.5, 3, 5, 6, 8)),
+        (4096, 14336, 4, "mcg", (1, 8, 16)),
+        (4096, 14336, 4, "3inst", (1,)),
+    ]
+    found = []
+    for n_in, n_out, K, codebook, row_counts in cases:
+        ws = random_weights(n_in, n_out, K, codebook)
+        for rows in row_counts:
+            x = torch.randn(rows, n_in, device="cuda").half()
+            us = replay([linear_call(lib, x, [w]) for w in ws])
+            gbs = n_in * n_out * K / 8 / us / 1e3
+            found.append({"kernel": "linear", "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows, "us": us, "GB/s": gbs})
+            print(f"linear {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {gbs:.0f} GB/s", flush=True)
+        del ws
+        lib.spaces.clear()
+        torch.cuda.empty_cache()
+    return found
+
+
+def prefill(lib: Library) -> list[dict[str, Any]]:
+    found = []
+    for n_in, n_out, K, codebook in ((4096, 14336, 4, "mul1"), (4096, 14336, 3, "mul1"), (4096, 14336, 4, "mcg"), (14336, 4096, 4, "mul1")):
+        ws = random_weights(n_in, n_out, K, codebook, 4)
+        for rows in (64, 128, 256, 512, 1024, 2048, 4096):
+            x = torch.randn(rows, n_in, device="cuda").half()
+            us = replay([linear_call(lib, x, [w]) for w in ws])
+            tflops = 2 * rows * n_in * n_out / us / 1e6
+            found.append({"kernel": "prefill", "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows, "us": us, "TFLOP/s": tflops})
+            print(f"prefill {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
+    return found
+
+
+def make_layer(kv: int, dim: int, bits: tuple[int, int], pages: int) -> SimpleNamespace:
+    def side(b: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if b == 16:
+            return torch.randn(pages, 256, kv, dim, device="cuda").half(), None
+        words = torch.randint(-(2**31), 2**31 - 1, (pages, 256, kv * dim // 32 * b), dtype=torch.int32, device="cuda")
+        return words, torch.rand(pages, 256, kv * dim // 32, device="cuda").half()
+
+    (k, ks), (v, vs) = side(bits[0]), side(bits[1])
+    return SimpleNamespace(k=k, v=v, k_scale=ks, v_scale=vs, kv_heads=kv, head_dim=dim, k_bits=bits[0], v_bits=bits[1], compand=0.0)
+
+
+def make_batch(rows: int, length: int, pages_each: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        positions=torch.full((rows,), length - 1, dtype=torch.int32, device="cuda"),
+        token_row=torch.arange(rows, dtype=torch.int32, device="cuda"),
+        block_table=torch.randperm(rows * pages_each, device="cuda").view(rows, pages_each).int(),
+    )
+
+
+def attention_call(lib: Library, q: torch.Tensor, layer: Any, batch: Any) -> Callable[[], Any]:
+    y = torch.empty_like(q)
+    head = (
+        *lib.layer(layer), q.data_ptr(), y.data_ptr(), q.stride(0), y.stride(0), batch.positions.data_ptr(), batch.token_row.data_ptr(),
+        batch.block_table.data_ptr(), 0,
+    )  # fmt: skip
+    tail = (q.shape[0], q.shape[1], batch.block_table.stride(0), blocks.DTYPES[q.dtype], q.shape[2] ** -0.5, 0.0, 0)
+    space = lib.space("attention", lib.table.attention_workspace(blocks.ATTENTION.pack(*head, 0, 0, *tail)))
+    block = blocks.ATTENTION.pack(*head, space.data_ptr(), space.numel(), *tail)
+
+    def call(keep: Any = (q, y, layer, batch, space)) -> None:
+        lib.call("attention", block)
+
+    return call
+
+
+def attention(lib: Library) -> list[dict[str, Any]]:
+    found = []
+    for rows, length in ((8, 32768), (1, 32768), (1, 4096), (1, 256), (8, 1024)):
+        for bits in ((16, 16), (8, 8), (4, 4), (6, 5)):
+            pages = -(-length // 256)
+            layer = make_layer(8, 128, bits, rows * pages)
+            batch = make_batch(rows, length, pages)
+            q = torch.randn(rows, 32, 128, device="cuda").half()
+            us = replay([attention_call(lib, q, layer, batch)] * 8)
+            nbytes = rows * length * 8 * 128 * sum(2.0 if b == 16 else b / 8 + 2 / 32 for b in bits)
+            found.append({"kernel": "attention", "rows": rows, "length": length, "bits": bits, "us": us, "GB/s": nbytes / us / 1e3})
+            print(f"attention {rows} x {length}, cache {bits}: {us:.1f} us, {nbytes / us / 1e3:.0f} GB/s", flush=True)
+            lib.spaces.clear()
+    return found
+
+
+def encode(lib: Library) -> list[dict[str, Any]]:
+    found = []
+    for K in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8):
+        for count in (256, 1056):
+            tiles = torch.randn(count, 256, device="cuda")
+            lib.encode(tiles, K, "mul1", MULTIPLIERS["mul1"])
+            times = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(4):
+                    lib.encode(tiles, K, "mul1", MULTIPLIERS["mul1"])
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - start) / 4)
+            rate = count * 256 / min(times) / 1e6
+            found.append({"kernel": "encode", "K": K, "tiles": count, "us": min(times) * 1e6, "Mw/s": rate})
+            print(f"encode K={K:g}, {count} tiles: {rate:.1f} million weights/s", flush=True)
+    return found
+
+
+def decode(lib: Library) -> list[dict[str, Any]]:
+    """One decode step of the Llama-3.1-8B shape as one graph: every kernel of 32 layers and the head, no Python in between."""
+    hidden, inner, heads, kv, dim, vocab, layers = 4096, 14336, 32, 8, 128, 128256, 32
+    found = []
+    for rows, length, bits in ((1, 1, 16), (1, 4096, 16), (1, 32768, 16), (1, 32768, 4), (8, 1, 16), (8, 32768, 16), (8, 32768, 4)):
+        pages = -(-length // 256)
+        batch = make_batch(rows, length, pages)
+        cache = make_layer(kv, dim, (bits, bits), rows * pages)
+        more = [cache] + [make_layer(kv, dim, (bits, bits), rows * pages) for _ in range(3)]
+        x = torch.randn(rows, hidden, device="cuda")
+        norm = torch.ones(hidden, device="cuda")
+        half = {"dtype": torch.half, "device": "cuda"}
+        q, k, v = torch.empty(rows, heads, dim, **half), torch.empty(rows, kv, dim, **half), torch.empty(rows, kv, dim, **half)
+        gated = torch.empty(rows, inner, **half)
+        cos, sin = (torch.rand(rows, dim // 2, device="cuda") for _ in range(2))
+        logits = torch.empty(rows, vocab, device="cuda")
+
+        def weight(n_in: int, n_out: int, K: float = 4) -> dict[str, Any]:
+            return random_weights(n_in, n_out, K, "mul1", 1)[0]
+
+        stack = [
+            ([weight(hidden, heads * dim), weight(hidden, kv * dim), weight(hidden, kv * dim)], weight(heads * dim, hidden),
+             [weight(hidden, inner), weight(hidden, inner)], weight(inner, hidden))
+            for _ in range(layers)
+        ]  # fmt: skip
+        head = weight(hidden, vocab, 6)
+
+        def step() -> None:
+            for i, (qkv, o, gate_up, down) in enumerate(stack):
+                layer = more[i % 4]
+                lib.linear(x, qkv, norm=norm, outs=[q.view(rows, -1), k.view(rows, -1), v.view(rows, -1)], shared=True)
+                lib.call("rotary", blocks.ROTARY.pack(
+                    q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), 0, 0, heads * dim, kv * dim, rows, heads, kv, dim, dim, 1, 0, 0.0))  # fmt: skip
+                lib.call("cache_append", blocks.CACHE_APPEND.pack(
+                    *lib.layer(layer), k.data_ptr(), v.data_ptr(), kv * dim, kv * dim, batch.positions.data_ptr(), batch.token_row.data_ptr(),
+                    batch.block_table.data_ptr(), rows, batch.block_table.stride(0), 1))  # fmt: skip
+                attend[i % 4]()
+                lib.linear(attended[i % 4].view(rows, -1), [o], outs=[x], accumulate=True)
+                lib.linear(x, gate_up, norm=norm, activation="silu", outs=[gated], shared=True)
+                lib.linear(gated, [down], outs=[x], accumulate=True)
+            lib.linear(x, [head], norm=norm, outs=[logits])
+
+        attended = [torch.empty_like(q) for _ in range(4)]
+        attend = []
+        for i in range(4):
+            head_ = (
+                *lib.layer(more[i]), q.data_ptr(), attended[i].data_ptr(), q.stride(0), q.stride(0), batch.positions.data_ptr(),
+                batch.token_row.data_ptr(), batch.block_table.data_ptr(), 0,
+            )  # fmt: skip
+            tail = (rows, heads, batch.block_table.stride(0), 1, dim**-0.5, 0.0, 0)
+            space = lib.space("attention", lib.table.attention_workspace(blocks.ATTENTION.pack(*head_, 0, 0, *tail)))
+            block = blocks.ATTENTION.pack(*head_, space.data_ptr(), space.numel(), *tail)
+            attend.append(lambda block=block: lib.call("attention", block))
+        lib.space("linear", 64 << 20)
+        us = replay([step])
+        found.append({"kernel": "decode step, 8B shape", "rows": rows, "length": length, "bits": bits, "us": us, "tokens/s": rows * 1e6 / us})
+        print(f"decode step 8B, {rows} x {length}, {bits}-bit cache: {us:.0f} us, {rows * 1e6 / us:.0f} tokens/s", flush=True)
+        del stack, head, more, cache
+        lib.spaces.clear()
+        torch.cuda.empty_cache()
+    return found
+
+
+KINDS = {"linear": linear, "prefill": prefill, "attention": attention, "encode": encode, "decode": decode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(KINDS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    path = cuda_library()
+    if path is None or not torch.cuda.is_available():
+        raise SystemExit("needs an NVIDIA GPU and libexl3_cuda.so (EXL3_CUDA_LIB=...)")
+    lib = Library(path, "cuda")
+    print(lib.table.describe(0).decode(), "|", lib.table.build.decode())
+    found = []
+    for kind in options.only.split(","):
+        with torch.no_grad():
+            found += KINDS[kind](lib)
+    if options.json:
+        result = {"device": lib.table.describe(0).decode(), "build": lib.table.build.decode(), "torch": torch.__version__, "results": found}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+// Tail-biting trellis search on the GPU (quantizer spec 7; QTIP, arXiv 2406.11235).
+//
+// A node is the overlap of two neighbouring states; each position tries all 65536 states and each node keeps its cheapest way in. One
+// block of 512 threads searches one tile: the 65536 code values stay in registers for all tiles and both passes (128 a thread, as 64
+// half2), costs are fp16 in shared memory. Two groups of nodes with neighbouring predecessors share a half2, so an edge pair costs an
+// add, a multiply-add and a minimum; no predecessor is kept. Instead the cost vector of every few steps goes to memory, and the traceback,
+// one warp a tile, tries all ways through the steps between.
+#pragma once
+#include <cuda_fp16.h>
+
+#include "encode.h"
+#include "ptx.cuh"
+
+namespace exl3 {
+
+__device__ __forceinline__ __half code_half(uint32_t state, int codebook, uint32_t multiplier) {
+  if (codebook == EXL3_MUL1) return __float2half_rn((float)(1024 + byte_sum(state, multiplier)) * kMul1Scale + kMul1Shift);
+  const uint32_t p = half_pair(state, multiplier, codebook == EXL3_3INST ? k3instAddend : 0u);
+  return __hadd(__ushort_as_half((unsigned short)p), __ushort_as_half((unsigned short)(p >> 16)));
+}
+
+// How the 64 half2 of a thread cover the trellis of a whole rate.
+template <int K>
+struct Search {
+  static constexpr int kNodes = 65536 >> K, kWays = 1 << K;   // ways into a node
+  static constexpr int kGroups = (kNodes >> K) > 0 ? (kNodes >> K) : 1;  // nodes o with one o >> K share their predecessors
+  static constexpr int kShare = K == 8 ? 4 : K == 7 ? 2 : 1;  // threads that share the ways into a node
+  static constexpr int kMine = kWays / kShare;
+  static constexpr int kOuts = K <= 3 ? kWays : 64 / kMine;    // nodes of a group a thread serves
+  static constexpr int kPairs = 64 / (kOuts * kMine);          // pairs of groups a thread serves
+  static constexpr int kThreadsAGroup = kWays / kOuts;
+  static constexpr bool kByNode = K == 8;                      // one group only: the half2 is a pair of nodes, costs are stored twice
+  static constexpr int kCostBytes = kNodes * (kByNode ? 4 : 2);
+};
+
+// Every eighth step, once all nodes can be reached, one node's cost is taken off all: differences matter alone, and fp16 stays fine.
+__device__ __forceinline__ bool lowers(int step) { return step >= 23 && (step & 7) == 7; }
+
+struct SearchShared {
+  __half2 target[256];  // minus the target, twice
+  float best[kSearchThreads / 32];
+  int node[kSearchThreads / 32];
+};
+
+__device__ __forceinline__ int steps_of(const EncodeParams& p) { return p.pass ? 256 : p.window; }
+__device__ __forceinline__ int position_of(const EncodeParams& p, int step) { return p.pass ? step : (256 - p.window / 2 + step) & 255; }
+// A cost vector is kept at boundaries (steps done) of whole strides from the end; in the first pass from just before the seam on.
+__device__ __forceinline__ bool keeps(const EncodeParams& p, int done, int steps, int stride) {
+  return done < steps && (steps - done) % stride == 0 && (p.pass || done >= p.window / 2 - stride);
+}
+__device__ __forceinline__ int64_t slot_of(int done, int steps, int stride) { return (steps - done) / stride - 1; }
+
+template <class CostOf>
+__device__ __forceinline__ void store_end(const EncodeParams& p, SearchShared& s, int tile, int nodes, CostOf cost) {
+  float best = 3e38f;
+  int node = 0;
+  for (int i = threadIdx.x; i < nodes; i += kSearchThreads) {
+    const float c = cost(i);
+    if (c < best) {
+      best = c;
+      node = i;
+    }
+  }
+  for (int m = 16; m; m >>= 1) {
+    const float other = __shfl_xor_sync(~0u, best, m);
+    const int other_node = __shfl_xor_sync(~0u, node, m);
+    if (other < best || (other == best && other_node < node)) {
+      best = other;
+      node = other_node;
+    }
+  }
+  if (threadIdx.x % 32 == 0) {
+    s.best[threadIdx.x / 32] = best;
+    s.node[threadIdx.x / 32] = node;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kSearchThreads / 32; w++)
+      if (s.best[w] < best || (s.best[w] == best && s.node[w] < node)) {
+        best = s.best[w];
+        node = s.node[w];
+      }
+    p.end[tile] = node;
+  }
+}
+
+template <int K>
+__global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constant__ EncodeParams p) {
+#if __CUDA_ARCH__ >= 800
+  using S = Search<K>;
+  constexpr int kStride = stride_of(2 * K);
+  ptx::wait_for_previous();
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ SearchShared space;
+  const int lin = threadIdx.x / S::kShare, share = threadIdx.x % S::kShare;
+  const int pair0 = S::kByNode ? 0 : lin / S::kThreadsAGroup, out0 = S::kByNode ? 2 * lin : lin % S::kThreadsAGroup * S::kOuts;
+  constexpr int kPairStep = kSearchThreads / S::kShare / S::kThreadsAGroup;
+
+  __half2 value[S::kPairs][S::kOuts][S::kMine];
+  auto fill = [&](auto code) {
+#pragma unroll
+    for (int a = 0; a < S::kPairs; a++)
+#pragma unroll
+      for (int j = 0; j < S::kOuts; j++)
+#pragma unroll
+        for (int i = 0; i < S::kMine; i++) {
+          const uint32_t way = (uint32_t)(share * S::kMine + i) << (16 - K);
+          const uint32_t o = S::kByNode ? out0 : 2 * (pair0 + a * kPairStep) * S::kWays + out0 + j;
+          const __half2 two = __halves2half2(code(way | o), code(way | (o + (S::kByNode ? 1 : S::kWays))));
+          uint32_t bits = *(const uint32_t*)&two;
+          asm volatile("" : "+r"(bits));  // one register: the compiler would keep, and spill, the halves apart
+          value[a][j][i] = *(const __half2*)&bits;
+        }
+  };
+  if (p.codebook == EXL3_MUL1)
+    fill([&](uint32_t state) { return code_half(state, EXL3_MUL1, p.multiplier); });
+  else {
+    const uint32_t addend = p.codebook == EXL3_3INST ? k3instAddend : 0u;
+    fill([&](uint32_t state) {
+      const uint32_t pair = half_pair(state, p.multiplier, addend);
+      return __hadd(__ushort_as_half((unsigned short)pair), __ushort_as_half((unsigned short)(pair >> 16)));
+    });
+  }
+
+  const int steps = steps_of(p);
+  for (int tile = blockIdx.x; tile < p.count; tile += gridDim.x) {
+    __syncthreads();
+    if (threadIdx.x < 256) space.target[threadIdx.x] = __half2half2(__float2half_rn(-p.tiles[(int64_t)tile * 256 + threadIdx.x]));
+    {
+      __half* cost = (__half*)shared;
+      const int seam = p.pass ? p.seam[tile] : 0;
+      constexpr int kCopies = S::kByNode ? 2 : 1;
+      for (int i = threadIdx.x; i < S::kNodes * kCopies; i += kSearchThreads)
+        cost[i] = __ushort_as_half(p.pass && i / kCopies != seam ? 0x7400 : 0);  // 16384: not reachable
+    }
+    __syncthreads();
+    int current = 0;
+    for (int step = 0; step < steps; step++) {
+      const __half2* from = (const __half2*)(shared + current * S::kCostBytes);
+      uint8_t* to = shared + (current ^ 1) * S::kCostBytes;
+      const __half2 target = space.target[position_of(p, step)];
+      const __half2 down = lowers(step) ? __half2half2(__hneg(__low2half(from[0]))) : __half2half2(__ushort_as_half(0));
+#pragma unroll
+      for (int a = 0; a < S::kPairs; a++) {
+        const int pair = pair0 + a * kPairStep;
+        __half2 least[S::kOuts];
+#pragma unroll
+        for (int i = 0; i < S::kMine; i += 2) {
+          const int way = share * S::kMine + i;
+          const __half2 c0 = S::kByNode ? from[way] : from[way * (S::kGroups / 2) + pair];
+          const __half2 c1 = S::kByNode ? from[way + 1] : from[(way + 1) * (S::kGroups / 2) + pair];
+#pragma unroll
+          for (int j = 0; j < S::kOuts; j++) {
+            __half2 x = __hadd2(value[a][j][i], target), y = __hadd2(value[a][j][i + 1], target);
+            x = __hfma2(x, x, c0);
+            y = __hfma2(y, y, c1);
+            least[j] = i == 0 ? __hmin2(x, y) : __hmin2(__hmin2(least[j], x), y);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < S::kOuts; j++) {
+#pragma unroll
+          for (int m = 1; m < S::kShare; m <<= 1) {
+            const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t*)&least[j], m);
+            least[j] = __hmin2(least[j], *(const __half2*)&other);
+          }
+          least[j] = __hadd2(least[j], down);
+        }
+        if constexpr (S::kByNode) {
+          if (share == 0) *(uint2*)(to + out0 * 4) = [&] {
+            const __half2 low = __low2half2(least[0]), high = __high2half2(least[0]);
+            return make_uint2(*(const uint32_t*)&low, *(const uint32_t*)&high);
+          }();
+        } else {
+          // low halves: nodes of the even group; high halves: of the odd one
+          __half* even = (__half*)to + 2 * pair * S::kWays + out0;
+          __half* odd = even + S::kWays;
+          if constexpr (S::kOuts == 1) {
+            if (share == 0) {
+              *even = __low2half(least[0]);
+              *odd = __high2half(least[0]);
+            }
+          } else {
+            uint32_t low[S::kOuts / 2], high[S::kOuts / 2];
+#pragma unroll
+            for (int j = 0; j < S::kOuts; j += 2) {
+              const __half2 l = __lows2half2(least[j], least[j + 1]), h = __highs2half2(least[j], least[j + 1]);
+              low[j / 2] = *(const uint32_t*)&l;
+              high[j / 2] = *(const uint32_t*)&h;
+            }
+            if constexpr (K == 1) {
+              *(uint2*)even = make_uint2(low[0], high[0]);
+            } else if constexpr (K == 2) {
+              *(uint4*)even = make_uint4(low[0], low[1], high[0], high[1]);
+            } else if constexpr (S::kOuts == 8) {
+              *(uint4*)even = make_uint4(low[0], low[1], low[2], low[3]);
+              *(uint4*)odd = make_uint4(high[0], high[1], high[2], high[3]);
+            } else if constexpr (S::kOuts == 4) {
+              *(uint2*)even = make_uint2(low[0], low[1]);
+              *(uint2*)odd = make_uint2(high[0], high[1]);
+            } else {
+              *(uint32_t*)even = low[0];
+              *(uint32_t*)odd = high[0];
+            }
+          }
+        }
+      }
+      __syncthreads();
+      current ^= 1;
+      if (keeps(p, step + 1, steps, kStride)) {  // the next step reads this buffer and writes the other
+        uint16_t* out = p.history + tile * p.tile_history + slot_of(step + 1, steps, kStride) * S::kNodes;
+        if constexpr (S::kByNode) {
+          if (threadIdx.x < S::kNodes) out[threadIdx.x] = *(const uint16_t*)(to + threadIdx.x * 4);
+        } else {
+          for (int i = threadIdx.x; i < S::kNodes / 8; i += kSearchThreads) __stcs((uint4*)out + i, ((const uint4*)to)[i]);
+        }
+      }
+    }
+    if (!p.pass) {
+      const __half* cost = (const __half*)(shared + current * S::kCostBytes);
+      store_end(p, space, tile, S::kNodes, [&](int i) { return __half2float(cost[S::kByNode ? 2 * i : i]); });
+    }
+  }
+#endif
+}
+
+// One step for every rate: DI fresh bits now, DO at the next position. Values are computed on the way and costs replaced in place, so it
+// needs half the shared memory and takes about three times as long. `cost` holds 2^(16-DI) nodes, afterwards 2^(16-DO).
+template <int DI, int DO>
+__device__ __forceinline__ void step_in_place(__half* cost, __half2 target, bool lower, int codebook, uint32_t multiplier) {
+  constexpr int kOut = 1 << (16 - DO), kEach = kOut / 2 / kSearchThreads;
+  constexpr int kHeld = kEach > 0 ? kEach : 1;
+  __half2 least[kHeld];
+  const __half2 down = lower ? __half2half2(__hneg(cost[0])) : __half2half2(__ushort_as_half(0));
+#pragma unroll
+  for (int e = 0; e < kHeld; e++) {
+    const uint32_t o = 2 * (threadIdx.x + e * kSearchThreads);  // this node and the next: the same predecessors
+    if (kEach == 0 && o >= kOut) break;
+#pragma unroll 4
+    for (uint32_t way = 0; way < 1u << DO; way++) {
+      const uint32_t state = way << (16 - DO) | o;
+      const __half2 c = __half2half2(cost[state >> DI]);
+      __half2 x = __halves2half2(code_half(state, codebook, multiplier), code_half(state + 1, codebook, multiplier));
+      x = __hadd2(x, target);
+      x = __hfma2(x, x, c);
+      least[e] = way == 0 ? x : __hmin2(least[e], x);
+    }
+    least[e] = __hadd2(least[e], down);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < kHeld; e++) {
+    const uint32_t o = 2 * (threadIdx.x + e * kSearchThreads);
+    if (kEach == 0 && o >= kOut) break;
+    *(__half2*)(cost + o) = least[e];
+  }
+  __syncthreads();
+}
+
+template <int K2>
+__global__ void __launch_bounds__(kSearchThreads, 1) search_in_place(const __grid_constant__ EncodeParams p) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int kEven = K2 / 2, kOdd = K2 / 2 + (K2 & 1), kStride = stride_of(K2);
+  ptx::wait_for_previous();
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ SearchShared space;
+  __half* cost = (__half*)shared;
+  const int steps = steps_of(p);
+  for (int tile = blockIdx.x; tile < p.count; tile += gridDim.x) {
+    __syncthreads();
+    if (threadIdx.x < 256) space.target[threadIdx.x] = __half2half2(__float2half_rn(-p.tiles[(int64_t)tile * 256 + threadIdx.x]));
+    const int seam = p.pass ? p.seam[tile] : 0, nodes_at_start = 1 << (16 - (position_of(p, 0) & 1 ? kOdd : kEven));
+    for (int i = threadIdx.x; i < nodes_at_start; i += kSearchThreads) cost[i] = __ushort_as_half(p.pass && i != seam ? 0x7400 : 0);
+    __syncthreads();
+    int nodes = nodes_at_start;
+    for (int step = 0; step < steps; step++) {
+      const int position = position_of(p, step);
+      if (position & 1) {
+        step_in_place<kOdd, kEven>(cost, space.target[position], lowers(step), p.codebook, p.multiplier);
+        nodes = 1 << (16 - kEven);
+      } else {
+        step_in_place<kEven, kOdd>(cost, space.target[position], lowers(step), p.codebook, p.multiplier);
+        nodes = 1 << (16 - kOdd);
+      }
+      if (keeps(p, step + 1, steps, kStride)) {
+        uint16_t* out = p.history + tile * p.tile_history + slot_of(step + 1, steps, kStride) * most_nodes(K2);
+        for (int i = threadIdx.x; i < nodes / 8; i += kSearchThreads) __stcs((uint4*)out + i, ((const uint4*)shared)[i]);
+      }
+    }
+    if (!p.pass) store_end(p, space, tile, nodes, [&](int i) { return __half2float(cost[i]); });
+  }
+#endif
+}
+
+// Walks back from the end, one warp a tile, a stride of steps at a time: every way through them, from the stored costs before them.
+template <int K2>
+__global__ void __launch_bounds__(128) trace_back(const __grid_constant__ EncodeParams p) {
+  constexpr int kStride = stride_of(K2);
+  ptx::wait_for_previous();
+  const int tile = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (tile >= p.count) return;
+  const int steps = steps_of(p), stop = p.pass ? 0 : p.window / 2;
+  const float* targets = p.tiles + (int64_t)tile * 256;
+  uint32_t node = p.pass ? p.seam[tile] : p.end[tile];
+  int done = steps;
+  while (done > stop) {
+    const int start = done > kStride ? done - kStride : 0;
+    const uint16_t* vector = start ? p.history + tile * p.tile_history + slot_of(start, steps, kStride) * most_nodes(K2) : nullptr;
+    int bits = 0;
+    for (int s = start; s < done; s++) bits += fresh_bits(K2, position_of(p, s) + 1);
+    float best = 3e38f;
+    uint32_t best_way = 0;
+    for (uint32_t way = lane; way < 1u << bits; way += 32) {
+      uint32_t o = node, rest = way;
+      float error = 0.f;
+      for (int s = done - 1; s >= start; s--) {
+        const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
+        const uint32_t state = (rest & ((1u << next) - 1)) << (16 - next) | o;
+        rest >>= next;
+        const float d = __half2float(code_half(state, p.codebook, p.multiplier)) - __half2float(__float2half_rn(targets[position]));
+        error += d * d;
+        o = state >> fresh_bits(K2, position);
+      }
+      const float before = vector ? __half2float(__ushort_as_half(vector[o])) : p.pass && o != (uint32_t)p.seam[tile] ? 1e30f : 0.f;
+      if (before + error < best) {
+        best = before + error;
+        best_way = way;
+      }
+    }
+    for (int m = 16; m; m >>= 1) {
+      const float other = __shfl_xor_sync(~0u, best, m);
+      const uint32_t other_way = __shfl_xor_sync(~0u, best_way, m);
+      if (other < best || (other == best && other_way < best_way)) {
+        best = other;
+        best_way = other_way;
+      }
+    }
+    for (int s = done - 1; s >= start && s >= stop; s--) {
+      const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
+      const uint32_t state = (best_way & ((1u << next) - 1)) << (16 - next) | node;
+      best_way >>= next;
+      node = state >> fresh_bits(K2, position);
+      if (p.pass && lane == 0) {
+        p.states[(int64_t)tile * 256 + position] = (uint16_t)state;
+        if (p.values) p.values[(int64_t)tile * 256 + position] = __half2float(code_half(state, p.codebook, p.multiplier));
+      }
+    }
+    done = start;
+  }
+  if (!p.pass && lane == 0) p.seam[tile] = (int32_t)node;
+}
+
+}  // namespace exl3

@@ -1,0 +1,23 @@
+// What the translation units of libexl3_cuda offer one another.
+#pragma once
+#include "device.h"
+
+namespace exl3 {
+
+namespace portable {  // portable.cu
+void fill(exl3_backend& table);
+int64_t plain_linear_workspace(const exl3_linear_args* a);
+int plain_linear(const exl3_linear_args* a, void* stream);
+int plain_attention(const exl3_attention_args* a, void* stream);
+int checked_linear(const exl3_linear_args* a);
+int checked_attention(const exl3_attention_args* a);
+}  // namespace portable
+
+int64_t linear_workspace(const exl3_linear_args* a);  // linear.cu
+int linear(const exl3_linear_args* a, void* stream);
+int64_t attention_workspace(const exl3_attention_args* a);  // attention.cu
+int attention(const exl3_attention_args* a, void* stream);
+int64_t encode_workspace(const exl3_encode_args* a);  // encode.cu
+int encode(const exl3_encode_args* a, void* stream);
+
+}  // namespace exl3

@@ -1,0 +1,56 @@
+// The portable kernels for NVIDIA cards.
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "device.h"
+
+#include "../cpp/gpu/plan.h"
+
+namespace exl3::portable {
+
+#define X(name, args, threads, body) \
+  GPU_KERNEL(threads) k_##name(const __grid_constant__ args a) { body(a); }
+EXL3_PORTABLE_KERNELS(X)
+#undef X
+
+static const void* const kernels[] = {
+#define X(name, args, threads, body) (const void*)k_##name,
+    EXL3_PORTABLE_KERNELS(X)
+#undef X
+};
+
+int refuse(exl3_status status, const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  char text[400];
+  vsnprintf(text, sizeof text, format, list);
+  va_end(list);
+  return exl3::refuse(status, "%s", text);
+}
+int launch(Kernel kernel, unsigned grid_x, unsigned grid_y, const void* block, int, void* stream) {
+  return exl3::launch(kernels[kernel], dim3(grid_x, grid_y), entries[kernel].threads, 0, 1, block, (cudaStream_t)stream, entries[kernel].name);
+}
+
+void fill(exl3_backend& b) {
+  b.sample_workspace = sample_workspace;
+  b.dense = dense;
+  b.reconstruct = reconstruct;
+  b.rotate = rotate;
+  b.rms_norm = rms_norm;
+  b.rotary_table = rotary_table;
+  b.rotary = rotary;
+  b.cache_append = cache_append;
+  b.cache_read = cache_read;
+  b.act_mul = act_mul;
+  b.embedding = embedding;
+  b.add = add;
+  b.softcap = softcap;
+  b.sample = sample;
+}
+int64_t plain_linear_workspace(const exl3_linear_args* a) { return linear_workspace(a); }
+int plain_linear(const exl3_linear_args* a, void* stream) { return linear(a, stream); }
+int plain_attention(const exl3_attention_args* a, void* stream) { return attention_plain(a, stream); }
+int checked_linear(const exl3_linear_args* a) { return check_linear(a); }
+int checked_attention(const exl3_attention_args* a) { return check_attention(a); }
+
+}  // namespace exl3::portable

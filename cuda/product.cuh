@@ -1,0 +1,552 @@
+// The product of few rows with trellis weights: memory-bound decode, and up to 32 rows a pass above it.
+//
+// A block of eight warps owns 128 output columns and a slice of the inner dimension. Each warp streams its own rows of tiles through a
+// private ring of bulk copies (no barrier between warps), turns bits into matrix operands in registers, and multiplies with the tensor
+// cores: the weights are the A operand (output columns are its rows), the input is B. For up to eight rows the operand is the hash
+// product itself (spec: its bytes, or its two halves, sum to the weight), so nothing is decoded at all; int8 activations come in two planes,
+// which makes 16 bits. The slices of one column group form a cluster: they add up over distributed shared memory in a fixed order, and
+// each rotates, scales and stores some of the rows. Weights are fetched before the wait for the previous kernel.
+//
+// Results depend on shapes only: integer sums are exact, and floating-point sums have one fixed order.
+#pragma once
+#include <type_traits>
+
+#include "product.h"
+#include "ptx.cuh"
+#include "trellis.cuh"
+
+#include "../cpp/gpu/product.h"
+
+namespace exl3 {
+
+// ------------------------------------------------------------------------------------------------ input: norm, rotate, quantize
+// 1 / rms of one row, the same bits in whichever block computes it.
+__device__ inline float row_scale(const ProductParams& p, int row, float* space) {
+  const void* x = row_of(p.x, (int64_t)row * p.x_stride, p.x_dtype);
+  float sum = 0.f;
+  for (int i = threadIdx.x * 4; i < p.in_features; i += kWarps * 32 * 4) {
+    float v[4];
+    load4(x, i, p.in_features, p.x_dtype, v);
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum += v[e] * v[e];
+  }
+  return rsqrtf(block_sum<kWarps * 32>(sum, space) / (float)p.in_features + p.norm_eps);
+}
+
+struct InputSpace {  // shared memory of prepare_slice
+  float sums[kWarps];
+  float norm[kRows];
+  int largest[kRows];
+  int high[kRows], low[kRows];
+  float sum[kRows][kWarps];
+};
+
+// Rotates rows row0 .. row0+rows-1 of one slice and writes their operands. `stage`: rows * slice * 128 floats. image: of this slice;
+// columns: its stride in columns; scales: [row] with `scale_stride` between rows. Every thread of the block calls it.
+template <int MODE>
+__device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh, int slice, int row0, int rows, int first_column, int columns,
+                                     float* stage, uint8_t* image, SliceScale* scales, int scale_stride, InputSpace& space, bool norms_known) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int begin = slice_begin(p, slice), blocks = slice_begin(p, slice + 1) - begin;
+  if (p.norm_weight && !norms_known)
+    for (int r = 0; r < rows; r++) {
+      const float s = row_scale(p, row0 + r, space.sums);
+      if (threadIdx.x == 0) space.norm[r] = s;
+    }
+  if (threadIdx.x < kRows) space.largest[threadIdx.x] = space.high[threadIdx.x] = space.low[threadIdx.x] = 0;
+  __syncthreads();
+  for (int task = warp; task < rows * blocks; task += kWarps) {
+    const int r = task / blocks, b = task % blocks, i = (begin + b) * 128 + 4 * lane;
+    float v[4];
+    load4(row_of(p.x, (int64_t)(row0 + r) * p.x_stride, p.x_dtype), i, p.in_features, p.x_dtype, v);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      if (p.norm_weight && i + e < p.in_features) v[e] *= space.norm[r] * p.norm_weight[i + e];
+      v[e] *= half_to_float(suh[i + e]);
+    }
+    hadamard128(v);
+    float largest = 0.f;
+#pragma unroll
+    for (int e = 0; e < 4; e++) largest = fmaxf(largest, fabsf(v[e] *= HADAMARD128_SCALE));
+    *(float4*)(stage + (r * blocks + b) * 128 + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
+    largest = warp_max(largest);
+    if (lane == 0) atomicMax(&space.largest[r], __float_as_int(largest));
+  }
+  __syncthreads();
+  for (int task = warp; task < rows * blocks; task += kWarps) {
+    const int r = task / blocks, b = task % blocks;
+    const float largest = __int_as_float(space.largest[r]);
+    const float4 f = *(const float4*)(stage + (r * blocks + b) * 128 + 4 * lane);
+    const float v[4] = {f.x, f.y, f.z, f.w};
+    // lane l holds inputs 4(l%4) .. +3 of row of tiles b*8 + l/4; each pair of them goes to one word
+    const int tile_row = b * 8 + lane / 4, c = lane % 4;
+    uint8_t* out = image + (int64_t)(tile_row * columns + first_column) * image_column_bytes(MODE);
+    if constexpr (MODE == kBytes) {
+      const bool two = p.planes == 2;
+      const float inverse = largest > 0.f ? (two ? 32512.f : 127.f) / largest : 0.f;
+      int high = 0, low = 0;
+      uint32_t bytes_high = 0, bytes_low = 0;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int q = __float2int_rn(v[e] * inverse), h = two ? (q + 128) >> 8 : q, l = q - (h << 8);
+        high += h;
+        bytes_high |= (uint32_t)(h & 255) << (8 * e);
+        if (two) {
+          low += l;
+          bytes_low |= (uint32_t)(l & 255) << (8 * e);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int at = (2 * (c & 1) + half) * 4 + (c >> 1) * 2;
+        *(uint16_t*)(out + r * 16 + at) = (uint16_t)(bytes_high >> (16 * half));
+        if (two) *(uint16_t*)(out + ((columns == 16 ? 8 : p.rows) + r) * 16 + at) = (uint16_t)(bytes_low >> (16 * half));
+      }
+      high = __reduce_add_sync(~0u, high);
+      low = __reduce_add_sync(~0u, low);
+      if (lane == 0) {
+        atomicAdd(&space.high[r], high);
+        atomicAdd(&space.low[r], low);
+      }
+    } else {
+      // a power of two that brings the largest to 256 .. 512: exact, and far from both ends of fp16
+      const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
+      const float scale = __int_as_float((127 + max(-126, min(126, 8 - exponent))) << 23);
+      float sum = 0.f;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const __half2 h = __floats2half2_rn(v[2 * half] * scale, v[2 * half + 1] * scale);
+        sum += __low2float(h) + __high2float(h);
+        *(__half2*)(out + r * 32 + (2 * (c & 1) + half) * 8 + (c >> 1) * 4) = h;
+      }
+      // partial sums stay with the task's block: added up in order below
+      sum = warp_sum(sum);
+      if (lane == 0) stage[(r * blocks + b) * 128] = sum;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < rows) {
+    const int r = threadIdx.x;
+    const float largest = __int_as_float(space.largest[r]);
+    SliceScale s{};
+    if constexpr (MODE == kBytes) {
+      s.scale = largest / (p.planes == 2 ? 32512.f : 127.f);
+      s.sum_high = space.high[r];
+      s.sum_low = space.low[r];
+    } else {
+      const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
+      s.scale = __int_as_float((127 - max(-126, min(126, 8 - exponent))) << 23);
+      for (int b = 0; b < blocks; b++) s.sum += stage[(r * blocks + b) * 128];
+    }
+    scales[(int64_t)r * scale_stride] = s;
+  }
+  __syncthreads();
+}
+
+// The same as a kernel of its own: block (slice, row, rotation).
+template <int MODE>
+__global__ void __launch_bounds__(kWarps * 32, 4) prepare_input(const __grid_constant__ ProductParams p) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ InputSpace space;
+  ptx::launch_dependents();
+  ptx::wait_for_previous();
+  const int slice = blockIdx.x, row = blockIdx.y, rotation = blockIdx.z;
+  const int wide = MODE >= kDecodeBytes;  // rows in tiles of image_columns; else columns: planes times rows
+  const int tile = wide ? row / p.image_columns : 0, column = wide ? row % p.image_columns : row;
+  const int64_t tile_rows = p.blocks * 8;
+  const int tiles = wide ? (p.rows + p.image_columns - 1) / p.image_columns : 1;
+  uint8_t* image = p.image + ((int64_t)(rotation * tiles + tile) * tile_rows + slice_begin(p, slice) * 8) * p.image_columns * image_column_bytes(MODE);
+  SliceScale* scale = p.scales + ((int64_t)rotation * p.rows + row) * p.slices + slice;
+  prepare_slice<MODE>(p, p.matrix[rotation].suh, slice, row, 1, column, p.image_columns, (float*)shared, image, scale, 0, space, false);
+}
+
+// ------------------------------------------------------------------------------------------------ the ring of one warp
+template <int K2, int MODE, int NB>
+struct Stream {
+  static constexpr int kTileRow = 128 * K2, kIn = rows_in_slot(K2), kImage = MODE >= kDecodeBytes ? NB * 8 * 32 : 0;
+  static constexpr int kSlot = kIn * (kTileRow + kImage);
+
+  uint8_t* ring;
+  const uint8_t* weights[2];  // first row of tiles of this warp, each segment
+  const uint8_t* images[2];   // the streamed input of this warp, each segment
+  int64_t pitch[2];           // bytes from one row of tiles of this warp to the next
+  int64_t image_pitch;
+  int blocks, steps, total, slots;
+#if __CUDA_ARCH__ >= 900
+  uint64_t* full;
+#endif
+
+  __device__ __forceinline__ int rows_of(int step) const { return min(kIn, blocks - (step % steps) * kIn); }
+
+  // Starts the copies of one step: its weights, its input, or both.
+  __device__ __forceinline__ void start(int step, int slot, bool with_weights, bool with_image, int lane) const {
+    const int segment = step >= steps, first = (step - segment * steps) * kIn, rows = min(kIn, blocks - first);
+    uint8_t* to = ring + slot * kSlot;
+    const int64_t w_pitch = segment ? pitch[1] : pitch[0];
+    const uint8_t* w = (segment ? weights[1] : weights[0]) + first * w_pitch;
+    const uint8_t* image = segment ? images[1] : images[0];
+#if __CUDA_ARCH__ >= 900
+    if (with_weights) {
+      if (lane == 0) ptx::barrier_expect(full + slot, rows * (kTileRow + kImage));
+      __syncwarp();
+      if (lane < rows) ptx::bulk_load(to + lane * kTileRow, w + lane * w_pitch, kTileRow, full + slot);
+    }
+    if (kImage && with_image && lane < rows)
+      ptx::bulk_load(to + kIn * kTileRow + lane * kImage, image + (first + lane) * image_pitch, kImage, full + slot);
+#else
+    if (with_weights)
+      for (int i = lane * 16; i < rows * kTileRow; i += 512) ptx::copy16(to + i, w + (i / kTileRow) * w_pitch + i % kTileRow);
+    if (kImage && with_image)
+      for (int i = lane * 16; i < rows * kImage; i += 512)
+        ptx::copy16(to + kIn * kTileRow + i, image + (first + i / kImage) * image_pitch + i % kImage);
+#endif
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ the kernel
+template <int K2, int MODE, int NB>
+struct ProductTraits {
+  using Sum = typename std::conditional<MODE == kBytes, int, float>::type;
+  static constexpr int kBlocksPerSm = NB >= 4 ? 1 : 2;
+};
+
+template <int K2, int MODE, int NB>
+__global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlocksPerSm) product_kernel(const __grid_constant__ ProductParams p) {
+#if __CUDA_ARCH__ >= 800
+  using Sum = typename ProductTraits<K2, MODE, NB>::Sum;
+  using Ring = Stream<K2, MODE, NB>;
+  constexpr bool kResident = MODE < kDecodeBytes;
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ InputSpace space;
+  __shared__ SliceScale scales[2][kResident ? kRows : 1];
+#if __CUDA_ARCH__ >= 900
+  __shared__ __align__(8) uint64_t full[kWarps][kRingSlots];
+  __shared__ __align__(8) uint64_t image_full;
+#endif
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int slice = blockIdx.x % p.slices, unit = blockIdx.x / p.slices, row_tile = blockIdx.y;
+  int m = 0;
+  while (m + 1 < p.count && unit >= p.first_group[m + 1]) m++;
+  const int group = unit - p.first_group[m];
+  const int row0 = kResident ? 0 : row_tile * NB * 8, rows = min(p.rows - row0, kResident ? kRows : NB * 8);
+  const int columns = kResident ? p.image_columns : NB * 8;
+  const ProductShared layout = product_shared(p, K2, MODE, columns, kResident ? p.rows : NB * 8);
+  const int begin = slice_begin(p, slice), blocks = slice_begin(p, slice + 1) - begin;
+  const bool two_images = p.rotations > 1 && p.segments > 1;
+
+  Ring ring;
+  ring.ring = shared + warp * p.ring_slots * Ring::kSlot;
+  ring.blocks = blocks;
+  ring.steps = (blocks + Ring::kIn - 1) / Ring::kIn;
+  ring.total = ring.steps * p.segments;
+  ring.slots = p.ring_slots;
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    const ProductMatrix& w = p.matrix[s && p.segments > 1 ? 1 : m];
+    const int64_t row_bytes = (int64_t)w.columns * 16 * K2;
+    ring.weights[s] = w.trellis + (begin * 8 + warp) * row_bytes + group * Ring::kTileRow;
+    ring.pitch[s] = 8 * row_bytes;
+  }
+  const int64_t image_row = (int64_t)columns * image_column_bytes(MODE);
+  const int row_tiles = kResident ? 1 : (p.rows + NB * 8 - 1) / (NB * 8);
+  const int64_t image_size = (int64_t)p.blocks * 8 * image_row;
+  if constexpr (!kResident) {
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+      const int rotation = two_images ? s : p.rotations > 1 ? m : 0;
+      ring.images[s] = p.image + (rotation * row_tiles + row_tile) * image_size + (begin * 8 + warp) * image_row;
+    }
+    ring.image_pitch = 8 * image_row;
+  }
+
+  ptx::launch_dependents();
+  const int ahead = min(ring.slots, ring.total);
+#if __CUDA_ARCH__ >= 900
+  ring.full = full[warp];
+  if (lane == 0)
+    for (int i = 0; i < ring.slots; i++) ptx::barrier_init(&full[warp][i], 1);
+  if (threadIdx.x == 0) ptx::barrier_init(&image_full, 1);
+  ptx::barrier_init_done();
+  __syncwarp();
+  for (int i = 0; i < ahead; i++) ring.start(i, i, true, false, lane);
+  if (p.slices > 1) ptx::cluster_arrive();
+  ptx::wait_for_previous();
+  if constexpr (!kResident)
+    for (int i = 0; i < ahead; i++) ring.start(i, i, false, true, lane);
+#else
+  for (int i = 0; i < kRingSlots; i++) {
+    if (i < ahead) ring.start(i, i, true, true, lane);
+    ptx::copy_commit();
+  }
+#endif
+
+  // the input of this slice: rotated here, or fetched
+  float* exchange = (float*)(shared + layout.exchange);
+  uint8_t* image = shared + layout.image;
+  if constexpr (kResident) {
+    const int images = two_images ? 2 : 1;
+    const int64_t slice_bytes = (int64_t)blocks * 8 * image_row;
+    if (p.fused) {
+      for (int i = 0; i < images; i++)
+        prepare_slice<MODE>(p, p.matrix[two_images ? i : p.rotations > 1 ? m : 0].suh, slice, 0, p.rows, 0, columns, exchange,
+                            image + i * slice_bytes, scales[i], 1, space, i > 0);
+    } else {
+      for (int i = 0; i < images; i++) {
+        const int rotation = two_images ? i : p.rotations > 1 ? m : 0;
+        const uint8_t* from = p.image + rotation * image_size + begin * 8 * image_row;
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x == 0) {
+          if (i == 0) ptx::barrier_expect(&image_full, (int)slice_bytes * images);
+          for (int64_t at = 0; at < slice_bytes; at += 32768)
+            ptx::bulk_load(image + i * slice_bytes + at, from + at, (int)min((int64_t)32768, slice_bytes - at), &image_full);
+        }
+#else
+        for (int64_t at = threadIdx.x * 16; at < slice_bytes; at += kWarps * 32 * 16) *(uint4*)(image + i * slice_bytes + at) = *(const uint4*)(from + at);
+#endif
+        if (threadIdx.x < p.rows) scales[i][threadIdx.x] = p.scales[((int64_t)rotation * p.rows + threadIdx.x) * p.slices + slice];
+      }
+#if __CUDA_ARCH__ >= 900
+      __syncthreads();  // image_full is initialised
+      ptx::barrier_wait(&image_full, 0);
+#else
+      __syncthreads();
+#endif
+    }
+  }
+
+  const Run<K2> run(lane);
+  Sum sum[8][NB][4];
+#pragma unroll
+  for (int t = 0; t < 8; t++)
+#pragma unroll
+    for (int b = 0; b < NB; b++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum[t][b][e] = 0;
+
+  const int each = (rows + p.slices - 1) / p.slices;  // rows each slice finishes
+  float* received = (float*)(shared + layout.received);
+#if __CUDA_ARCH__ >= 900
+  bool started = p.slices == 1;
+#endif
+  int slot = 0, phase = 0;
+  for (int segment = 0; segment < p.segments; segment++) {
+    const uint32_t multiplier = p.matrix[p.segments > 1 ? segment : m].multiplier, addend = p.matrix[p.segments > 1 ? segment : m].addend;
+    const uint8_t* operands = image + (two_images ? segment * (int64_t)blocks * 8 * image_row : 0);
+    for (int step = 0; step < ring.steps; step++) {
+      const int at = segment * ring.steps + step;
+#if __CUDA_ARCH__ >= 900
+      ptx::barrier_wait(&full[warp][slot], phase);
+#else
+      ptx::copy_wait<kRingSlots - 1>();
+      __syncwarp();
+#endif
+      const uint8_t* in_slot = ring.ring + slot * Ring::kSlot;
+      const int in_step = ring.rows_of(step);
+#pragma unroll
+      for (int r = 0; r < Ring::kIn; r++) {
+        if (r >= in_step) break;
+        uint32_t b[NB][4];
+#pragma unroll
+        for (int n = 0; n < NB; n++) {
+          if constexpr (MODE == kBytes) {
+            const int column = min(n * 8 + g, columns - 1);
+            const uint32_t v = *(const uint32_t*)(operands + (((step * Ring::kIn + r) * 8 + warp) * columns + column) * 16 + q * 4);
+#pragma unroll
+            for (int e = 0; e < 4; e++) b[n][e] = __byte_perm(v, 0, 0x1111 * e);
+          } else if constexpr (MODE == kPairs) {
+            const int column = min(g, columns - 1);
+            const uint2 v = *(const uint2*)(operands + (((step * Ring::kIn + r) * 8 + warp) * columns + column) * 32 + q * 8);
+            b[n][0] = __byte_perm(v.x, 0, 0x1010);
+            b[n][1] = __byte_perm(v.x, 0, 0x3232);
+            b[n][2] = __byte_perm(v.y, 0, 0x1010);
+            b[n][3] = __byte_perm(v.y, 0, 0x3232);
+          } else {
+            const uint2 v = *(const uint2*)(in_slot + Ring::kIn * Ring::kTileRow + r * Ring::kImage + (n * 8 + g) * 32 + q * 8);
+            b[n][0] = v.x;
+            b[n][1] = v.y;
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < 8; t++) {
+          uint32_t s[8];
+          read_states<K2>((const uint32_t*)(in_slot + r * Ring::kTileRow + t * 16 * K2), run, s);
+          if constexpr (MODE == kBytes || MODE == kPairs) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
+#pragma unroll
+            for (int n = 0; n < NB; n++) {
+              ptx::mma(sum[t][n], s[0], s[4], s[1], s[5], b[n][0], b[n][1]);
+              ptx::mma(sum[t][n], s[2], s[6], s[3], s[7], b[n][2], b[n][3]);
+            }
+          } else {
+            uint32_t a[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {  // (g; low k), (g+8; low k), (g; high k), (g+8; high k)
+              const int j = 4 * (e & 1) + 2 * (e >> 1);
+              a[e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
+            }
+#pragma unroll
+            for (int n = 0; n < NB; n++) ptx::mma(sum[t][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+          }
+        }
+      }
+      __syncwarp();
+      if (at + ring.slots < ring.total) ring.start(at + ring.slots, slot, true, true, lane);
+#if __CUDA_ARCH__ < 900
+      ptx::copy_commit();
+#endif
+      if (++slot == ring.slots) {
+        slot = 0;
+        phase ^= 1;
+      }
+    }
+
+    // add up the eight warps: four write, four add theirs and write, all sum the last four
+    const int pairs = (columns + 1) & ~1;
+    __syncthreads();
+#pragma unroll
+    for (int round = 0; round < 2; round++) {
+      if (round == 0 ? warp >= 4 : warp < 4) {
+#pragma unroll
+        for (int t = 0; t < 8; t++)
+#pragma unroll
+          for (int n = 0; n < NB; n++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              const int column = n * 8 + 2 * q;
+              if (column >= pairs) continue;
+              Sum* to = (Sum*)exchange + ((warp & 3) * 128 + t * 16 + g + 8 * h) * pairs + column;
+              if (round == 1) {
+                sum[t][n][2 * h] += to[0];
+                sum[t][n][2 * h + 1] += to[1];
+              }
+              to[0] = sum[t][n][2 * h];
+              to[1] = sum[t][n][2 * h + 1];
+              sum[t][n][2 * h] = sum[t][n][2 * h + 1] = 0;
+            }
+      }
+      __syncthreads();
+    }
+#if __CUDA_ARCH__ >= 900
+    if (!started) {  // all blocks of the cluster run: their shared memory may be written
+      ptx::cluster_wait();
+      started = true;
+    }
+#endif
+    for (int i = threadIdx.x; i < rows * 128; i += kWarps * 32) {
+      const int row = i / 128, n = i % 128;
+      const Sum* from = (const Sum*)exchange + n * pairs;
+      float v;
+      if constexpr (MODE == kBytes) {
+        const SliceScale s = scales[two_images ? segment : 0][row];
+        const int low_column = NB == 2 ? 8 + row : p.rows + row;
+        int high = 0, low = 0;
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+          high += from[w * 128 * pairs + row];
+          if (p.planes == 2) low += from[w * 128 * pairs + low_column];
+        }
+        // 510 is the middle of the byte sum; wrapping int32 arithmetic keeps this exact for every slice up to 33,000 inputs
+        const float d = (float)(high - 510 * s.sum_high), sums = (float)s.sum_high;
+        if (p.planes == 2)
+          v = kMul1Scale * fmaf(256.f, d, (float)(low - 510 * s.sum_low)) +
+              (1534.f * kMul1Scale + kMul1Shift) * fmaf(256.f, sums, (float)s.sum_low);
+        else
+          v = kMul1Scale * d + (1534.f * kMul1Scale + kMul1Shift) * sums;
+        v *= s.scale;
+      } else {
+        v = from[row] + from[128 * pairs + row] + from[2 * 128 * pairs + row] + from[3 * 128 * pairs + row];
+        if constexpr (kResident) {
+          v *= scales[two_images ? segment : 0][row].scale;
+        } else {
+          const int rotation = two_images ? segment : p.rotations > 1 ? m : 0;
+          const SliceScale s = p.scales[((int64_t)rotation * p.rows + row0 + row) * p.slices + slice];
+          if (MODE == kDecodeBytes) v = kMul1Scale * v + kMul1Shift * s.sum;
+          v *= s.scale;
+        }
+      }
+#if __CUDA_ARCH__ >= 900
+      float* to = received + ((slice * p.segments + segment) * each + row / p.slices) * 128 + n;
+      if (p.slices == 1)
+        *to = v;
+      else
+        ptx::store_in_cluster(to, row % p.slices, v);
+#else
+      if (p.slices == 1)
+        received[(segment * each + row) * 128 + n] = v;
+      else
+        p.partial[((((int64_t)row_tile * (gridDim.x / p.slices) + unit) * p.slices + slice) * p.segments + segment) * NB * 8 * 128 + i] = v;
+#endif
+    }
+  }
+
+  // finish: rotate, scale, bias, activation
+#if __CUDA_ARCH__ >= 900
+  int finishes = each, first = slice, stride = p.slices;
+  if (p.slices > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  const float* parts = received;
+  const int64_t part_stride = (int64_t)p.segments * each * 128, segment_stride = (int64_t)each * 128;
+#else
+  int finishes = rows, first = 0, stride = 1;
+  const float* parts = received;
+  int64_t part_stride = 0, segment_stride = (int64_t)each * 128;
+  __syncthreads();
+  if (p.slices > 1) {  // the last slice to arrive finishes all rows
+    __shared__ int last;
+    const int place = row_tile * (gridDim.x / p.slices) + unit;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(&p.counters[place], 1) == p.slices - 1;
+    __syncthreads();
+    if (!last) return;
+    if (threadIdx.x == 0) p.counters[place] = 0;
+    __threadfence();
+    segment_stride = NB * 8 * 128;
+    part_stride = segment_stride * p.segments;
+    parts = p.partial + (int64_t)place * p.slices * part_stride;
+  }
+#endif
+  for (int i = warp; i < finishes; i += kWarps) {
+    const int row = i * stride + first;
+    if (row >= rows) break;
+    auto add_up = [&](int segment, float(&v)[4]) {  // over the slices, in order
+      v[0] = v[1] = v[2] = v[3] = 0.f;
+      for (int s = 0; s < p.slices; s++) {
+        const float4 f = *(const float4*)(parts + s * part_stride + segment * segment_stride + i * 128 + 4 * lane);
+        v[0] += f.x;
+        v[1] += f.y;
+        v[2] += f.z;
+        v[3] += f.w;
+      }
+      hadamard128(v);
+    };
+    float v[4], other[4];
+    add_up(0, v);
+    if (p.segments > 1) add_up(1, other);
+    const ProductMatrix& w = p.matrix[m];
+    void* y = row_of(w.y, (int64_t)(row0 + row) * w.y_stride, p.y_dtype);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int c = group * 128 + 4 * lane + e;
+      if (c >= w.out_features) continue;
+      float r = v[e] * HADAMARD128_SCALE * half_to_float(w.svh[c]);
+      if (w.bias) r += w.bias[c];
+      if (p.segments > 1) {
+        const ProductMatrix& u = p.matrix[1];
+        float o = other[e] * HADAMARD128_SCALE * half_to_float(u.svh[c]);
+        if (u.bias) o += u.bias[c];
+        r = activate(r, p.activation, nullptr) * o;
+      }
+      if (p.accumulate) r += ((const float*)y)[c];
+      store(y, c, p.y_dtype, r);
+    }
+  }
+#endif
+}
+
+}  // namespace exl3

@@ -1,0 +1,87 @@
+// One lane's eight weights of a tile: from the bits in shared memory to states, and from states to matrix operands.
+//
+// Lane l = 4g + q owns stream positions 8l .. 8l+7: rows 2q, 2q+1, 2q+8, 2q+9 of column g, then of column g+8. That is exactly what one
+// lane holds of the A operand of m16n8k16 when the output columns are its rows, so nothing is permuted.
+#pragma once
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace exl3 {
+
+constexpr int larger_of(int a, int b) { return a > b ? a : b; }
+
+// How a lane finds its run of 7K + 16 bits in a tile of 4*K2 words.
+template <int K2>
+struct Run {
+  static constexpr int kWords = 4 * K2;
+  static constexpr int kBits = 4 * K2;  // fresh bits of a lane's eight positions
+  // distance of window j's end from the end of the run
+  static constexpr __host__ __device__ int offset(int j) { return kBits - (((j + 1) * K2) >> 1); }
+  static constexpr int kSpan = offset(0) + 16;
+  static constexpr int kRegisters = (kSpan + 31) / 32;
+  static constexpr bool kShifted = kBits % 32 != 0;  // the run does not end at a word's end in every lane
+  static constexpr int words_read() {
+    int n = 0;
+    for (int lane = 0; lane < 32; lane++) {
+      const int end = (lane + 1) * kBits, shift = (32 - end % 32) % 32;
+      n = larger_of(n, (shift + kSpan + 31) / 32);
+    }
+    return n;
+  }
+  static constexpr int kRead = words_read();
+
+  int word[kRead];  // the last word of the run, the one before it, ... round the ring
+  int shift;
+  __device__ __forceinline__ explicit Run(int lane) {
+    const int end = (lane + 1) * kBits, last = (end - 1) / 32;
+    shift = (last + 1) * 32 - end;
+#pragma unroll
+    for (int j = 0; j < kRead; j++) word[j] = last - j + (last < j ? kWords : 0);
+  }
+};
+
+// The states of the lane's eight positions. All shift amounts but one are known at compile time; windows whose offsets agree modulo 8
+// share one funnel shift and cost one byte permutation each.
+template <int K2>
+__device__ __forceinline__ void read_states(const uint32_t* tile, const Run<K2>& run, uint32_t (&state)[8]) {
+  using R = Run<K2>;
+  uint32_t w[R::kRead + 1], r[R::kRegisters + 1];
+#pragma unroll
+  for (int j = 0; j < R::kRead; j++) w[j] = tile[run.word[j]];
+  w[R::kRead] = 0;
+#pragma unroll
+  for (int j = 0; j < R::kRegisters; j++) r[j] = R::kShifted ? __funnelshift_r(w[j], w[j + 1], run.shift) : w[j];
+  r[R::kRegisters] = 0;
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    constexpr int kByte = 8;
+    const int o = R::offset(j), i = o / 32, s = o % 32;
+    if (s <= 16) {
+      const uint32_t aligned = s % kByte ? __funnelshift_r(r[i], r[i + 1], s % kByte) : r[i];
+      state[j] = __byte_perm(aligned, 0, s / kByte == 0 ? 0x4410 : s / kByte == 1 ? 0x4421 : 0x4432);
+    } else {
+      state[j] = __funnelshift_r(r[i], r[i + 1], s) & 0xffff;
+    }
+  }
+}
+
+// 3inst and mcg: the hash is two halves whose sum is the weight. In the multiply-add the addend (0 for mcg) is free.
+__device__ __forceinline__ uint32_t half_pair_of(uint32_t state, uint32_t multiplier, uint32_t addend) {
+  uint32_t p = state * multiplier + addend;
+  asm("lop3.b32 %0, %0, 0x8fff8fff, 0x3b603b60, 0x6a;" : "+r"(p));
+  return p;
+}
+
+// Two weights as a half2. mul1: 1024 + byte sum, exact; its scale and shift belong to the epilogue.
+__device__ __forceinline__ uint32_t decode_bytes(uint32_t s0, uint32_t s1, uint32_t multiplier) {
+  const uint32_t a = __dp4a(s0 * multiplier, 0x01010101u, 0x6400u), b = __dp4a(s1 * multiplier, 0x01010101u, 0x6400u);
+  return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t decode_pairs(uint32_t s0, uint32_t s1, uint32_t multiplier, uint32_t addend) {
+  const uint32_t a = half_pair_of(s0, multiplier, addend), b = half_pair_of(s1, multiplier, addend);
+  const uint32_t low = __byte_perm(a, b, 0x5410), high = __byte_perm(a, b, 0x7632);
+  const __half2 sum = __hadd2(*(const __half2*)&low, *(const __half2*)&high);
+  return *(const uint32_t*)&sum;
+}
+
+}  // namespace exl3
