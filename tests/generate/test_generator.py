@@ -111,7 +111,7 @@ def test_too_large_is_refused_at_once_and_others_go_on(length, new, fits):
     if fits:
         assert len(tokens_of(run(generator, job)[job])) == new
     else:
-        with pytest.raises((ArgumentError, AssertionError), match="cannot be enqueued|context") as caught:
+        with pytest.raises((ArgumentError, AssertionError), match=r"cannot be enqueued|context") as caught:
             generator.enqueue(job)
         assert any(c.isdigit() for c in str(caught.value))
     after = greedy([5, 6], 3)

@@ -42,7 +42,16 @@ def test_truncations():
     assert kept(after(s.SS_TopP(0.0), LOGITS)) == [0]
     assert kept(after(s.SS_MinP(0.25), LOGITS)) == [0, 1, 2]
     assert kept(after(s.SS_BanTokens([1, 9]), LOGITS)) == [0, 2, 3, 4]
-    for off in (s.SS_TopK(0), s.SS_TopP(1.0), s.SS_MinP(0.0), s.SS_Temperature(1.0), s.SS_RepP(1.0), s.SS_PresFreqP(), s.SS_XTC(0.0, 0.1), s.SS_LogitBias({})):
+    for off in (
+        s.SS_TopK(0),
+        s.SS_TopP(1.0),
+        s.SS_MinP(0.0),
+        s.SS_Temperature(1.0),
+        s.SS_RepP(1.0),
+        s.SS_PresFreqP(),
+        s.SS_XTC(0.0, 0.1),
+        s.SS_LogitBias({}),
+    ):
         assert isinstance(off.alt(), s.SS_NoOp)
 
 
@@ -165,9 +174,11 @@ def draw_both(sampler, logits, past, seed):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 10}, {"top_p": 0.8}, {"min_p": 0.05}, {"min_p": 0.02, "top_k": 20, "temperature": 1.4},
-        {"top_p": 0.7, "temp_last": True, "temperature": 2.0}, {"min_p": 0.05, "top_p": 0.9}, {"rep_p": 1.3}, {"pres_p": 0.5, "freq_p": 0.3},
-        {"rep_p": 1.2, "pres_p": 0.4, "rep_sustain_range": 4}, {"rep_p": 1.2, "rep_decay_range": 5, "rep_sustain_range": 3},
+        {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 10}, {"top_p": 0.8}, {"min_p": 0.05},
+        {"min_p": 0.02, "top_k": 20, "temperature": 1.4}, {"top_p": 0.7, "temp_last": True, "temperature": 2.0},
+        {"min_p": 0.05, "top_p": 0.9},
+        {"rep_p": 1.3}, {"pres_p": 0.5, "freq_p": 0.3}, {"rep_p": 1.2, "pres_p": 0.4, "rep_sustain_range": 4},
+        {"rep_p": 1.2, "rep_decay_range": 5, "rep_sustain_range": 3},
         {"logit_bias": {3: 4.0, 5: -math.inf}}, {"dry_multiplier": 0.8, "dry_sequence_breakers": []}, {"temperature": 0.0, "rep_p": 1.5},
         {"xtc_probability": 0.5}, {"adaptive_target": 0.4},
     ],

@@ -132,7 +132,7 @@ def generate(
         )  # fmt: skip
     engine, lock = engine_of(model)
     strings = [stop] if isinstance(stop, str) else list(stop or ())
-    conditions = [*(engine.eos_token_ids if stop_ids is None else stop_ids), *strings]
+    conditions: list[int | str | None] = [*(engine.eos_token_ids if stop_ids is None else stop_ids), *strings]
     job = Job(ids, max_new_tokens, sampler=sampler, seed=seed, stop_conditions=conditions, clamp=clamp, **job_options)
     if stream:
         return _stream(engine, lock, job)

@@ -1,4 +1,6 @@
-"""Drafting: guesses of the next tokens, verified by the model in one step. Lossless: a guess counts only where the sampler draws the same."""
+"""Drafting: guesses of the next tokens, verified by the model in one step. Lossless: a guess counts only where the sampler
+draws the same.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Pace:
 
 
 class SuffixAutomaton:
-    """Online suffix automaton of a token sequence (Blumer et al. 1985): the longest suffix that occurred before, in amortised constant time."""
+    """Online suffix automaton of a token sequence (Blumer et al. 1985): the longest suffix that occurred before, in amortised
+    constant time."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -156,14 +159,17 @@ class ModelDrafter:
             same = theirs is not None and ours is not None and theirs.vocab == ours.vocab
             if not same:
                 raise ArgumentError(
-                    f"draft_model: its vocabulary has {model.vocab_size} tokens, the model's {generator.vocab_size}; a draft model needs the same vocabulary"
+                    f"draft_model: its vocabulary has {model.vocab_size} tokens, the model's "
+                    f"{generator.vocab_size}; a draft model needs the same vocabulary"
                 )
         if cache is None:
             from exl3.cache import Cache
 
             cache = Cache(model, generator.max_total_tokens, model.device)
         if cache.max_tokens < generator.cache.max_tokens:
-            raise ArgumentError(f"draft_cache: room for {cache.max_tokens} tokens, the model's cache has {generator.cache.max_tokens}; make it as large")
+            raise ArgumentError(
+                f"draft_cache: room for {cache.max_tokens} tokens, the model's cache has {generator.cache.max_tokens}; make it as large"
+            )
         self.model, self.cache, self.count, self.dynamic = model, cache, count, dynamic
         self.device = torch.device(model.device)
         self.vocab = min(generator.drawer.vocab, model.vocab_size)
@@ -235,7 +241,7 @@ class ModelDrafter:
         if self.drafted > 500 and self.accepted < 0.02 * self.drafted and not self._warned:
             self._warned = True
             warnings.warn(
-                f"of {self.drafted} drafted tokens {self.accepted} were accepted: the draft model doesn't fit this model and only costs time",
+                f"of {self.drafted} drafted tokens {self.accepted} were accepted: the draft model doesn't fit this model",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl3 import ops
+from exl3 import ops, settings
 from exl3.errors import NumericalError
 from exl3.generate.job import Job
 from exl3.generate.sampling import State, apply_mask, check_finite, uniform
@@ -27,13 +26,13 @@ class Drawer:
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
-        self.fused = os.environ.get("EXL3_FUSED_SAMPLER", "1") != "0"
+        self.fused = bool(settings.get("EXL3_FUSED_SAMPLER"))
 
     def draw(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]]) -> list[Drawn]:
         """One token for each (job, row, offset): `offset` counts draft tokens before it. An error of one row is returned in its place."""
         if logits.shape[1] > self.vocab:
             logits[:, self.vocab :] = -math.inf
-        if self.fused and all([job.plain for job, _, _ in rows]):
+        if self.fused and all(job.plain for job, _, _ in rows):
             out: list[Any] = [None] * len(rows)
             self._draw_fused(logits, rows, range(len(rows)), out)
             return [o if isinstance(o, Exception) else (o, None) for o in out]

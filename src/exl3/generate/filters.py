@@ -28,7 +28,9 @@ class Filter:
 
     logits_dtype = torch.half
 
-    def __init__(self, tokenizer: Any, trigger_token: int | None = None, prefix_str: str | None = None, eos_after_completed: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, trigger_token: int | None = None, prefix_str: str | None = None, eos_after_completed: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.trigger_token, self.prefix_str, self.eos_after_completed = trigger_token, prefix_str, eos_after_completed
         self.is_active = trigger_token is None
@@ -100,7 +102,8 @@ class Filter:
 
 
 class LLGuidanceFilter(Filter):
-    """Output that follows a JSON schema (dict or text), a regular expression, a Lark or GBNF grammar, or an llguidance grammar. Exactly one.
+    """Output that follows a JSON schema (dict or text), a regular expression, a Lark or GBNF grammar, or an llguidance grammar:
+    exactly one.
 
     Needs the optional package llguidance (`pip install exl3[grammar]`).
     """
@@ -120,9 +123,16 @@ class LLGuidanceFilter(Filter):
         consume_prefix: bool = False,
     ) -> None:
         super().__init__(tokenizer, trigger_token, prefix_str, eos_after_completed)
-        given = {k: v for k, v in locals().items() if k in ("json_schema", "regex", "lark_grammar", "gbnf_grammar", "llg_grammar") and v is not None}
+        given = {
+            k: v
+            for k, v in locals().items()
+            if k in ("json_schema", "regex", "lark_grammar", "gbnf_grammar", "llg_grammar") and v is not None
+        }
         if len(given) != 1:
-            raise ArgumentError(f"LLGuidanceFilter: exactly one of json_schema, regex, lark_grammar, gbnf_grammar, llg_grammar is needed, got {sorted(given)}")
+            raise ArgumentError(
+                f"LLGuidanceFilter: exactly one of json_schema, regex, lark_grammar, gbnf_grammar, llg_grammar is needed, "
+                f"got {sorted(given)}"
+            )
         try:
             import llguidance
         except ImportError:

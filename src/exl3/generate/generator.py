@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from exl3.errors import ArgumentError, BackendError, JobError
+from exl3.generate.conveniences import Conveniences
 from exl3.generate.drawing import Drawer
 from exl3.generate.job import Job
 from exl3.generate.options import check_unused, make_drafter, special_ids
@@ -28,7 +29,7 @@ Result = dict[str, Any]
 _STALL = 0.15  # seconds a shared prefill chunk may hold up decoding
 
 
-class Generator:
+class Generator(Conveniences):
     """The engine.
 
     model, cache, tokenizer   a loaded model, its `Cache` (default: one for the model's context), its tokenizer (default: the model's)
@@ -85,7 +86,9 @@ class Generator:
         width = min(-(-self.max_context // PAGE) + 1, len(self.pagetable))
         self.runner = StepRunner(model, cache, width)
         self.drawer = Drawer(min(self.vocab_size, len(self.pieces)) if self.pieces is not None else self.vocab_size)
-        self.drafter = make_drafter(self, draft_model, draft_cache, num_draft_tokens, ngram_match_min, dynamic_draft_tokens, draft_confidence)
+        self.drafter = make_drafter(
+            self, draft_model, draft_cache, num_draft_tokens, ngram_match_min, dynamic_draft_tokens, draft_confidence
+        )
         self.pending_jobs: deque[Job] = deque()
         self.active_jobs: list[Job] = []
         self.recurrent_cache = None
@@ -162,18 +165,6 @@ class Generator:
             self.runner.reset()
             if self._workers is not None:
                 self._workers.shutdown(wait=False, cancel_futures=True)
-
-    def get_cache_stats(self) -> dict[str, Any]:
-        """Tokens and pages in use, cached, free; how much of all prompts was found in the cache."""
-        t = self.pagetable
-        return {
-            "page_size": PAGE, "max_tokens": len(t) * PAGE, "used_tokens": t.referenced * PAGE, "cached_tokens": t.cached * PAGE,
-            "free_tokens": len(t.free) * PAGE, "tier_cached_tokens": 0, "tier_max_tokens": 0, "disk_cached_tokens": 0, "disk_pages": 0,
-            "disk_states": 0, "disk_used_bytes": 0, "disk_max_bytes": 0, "alloc_pages": t.allocated_pages, "alloc_prompt_pages": t.prompt_pages,
-            "alloc_cached_pages": t.hit_pages, "alloc_tier_pages": 0, "alloc_disk_pages": 0,
-            "hit_rate": t.hit_pages / t.prompt_pages if t.prompt_pages else 0.0, "tier_hit_rate": 0.0, "disk_hit_rate": 0.0,
-            "active_jobs": self.num_active_jobs(), "pending_jobs": self.num_pending_jobs(),
-        }  # fmt: skip
 
     def _check_open(self) -> None:
         if self.closed is not None:
@@ -356,7 +347,8 @@ class Generator:
 
     def _prefill_pass(self, work: list[tuple[Job, int]]) -> torch.Tensor | None:
         """Runs the pass; logits of the rows `_after_prefill` expects."""
-        rows, wanted, at = [], [], 0
+        rows, at = [], 0
+        wanted: list[int] = []
         for job, count in work:
             rows.append((job.ids[job.cached : job.cached + count], job.cached, job.pages))
             if job.wants_prompt_logits and job.new_tokens == 0:
@@ -387,7 +379,8 @@ class Generator:
             self._after_prefill([item], logits, results)
 
     def _after_prefill(self, work: list[tuple[Job, int]], logits: torch.Tensor | None, results: list[Result]) -> None:
-        row, draws = 0, []
+        row = 0
+        draws: list[tuple[Job, int, list[int]]] = []
         for job, count in work:
             scoring = job.wants_prompt_logits and job.new_tokens == 0
             first = job.cached
@@ -465,7 +458,7 @@ class Generator:
 
     def _draw(self, draws: list[tuple[Job, int, list[int]]], logits: torch.Tensor, results: list[Result]) -> None:
         """Samples each job's rows one after another for as long as the sample equals the draft."""
-        if not any([draft for _, _, draft in draws]):
+        if not any(draft for _, _, draft in draws):
             self._draw_one_each(draws, logits, results)
             return
         ahead: dict[Job, list[Any]] = {}
@@ -577,85 +570,6 @@ class Generator:
         if self._workers is None:
             self._workers = ThreadPoolExecutor(2, thread_name_prefix="exl3-filter")
         job.masks = [self._workers.submit(f.mask) if f.use_background_worker() else f.mask() for f in job.filters]
-
-    # conveniences
-
-    def generate(
-        self,
-        prompt: Any,
-        max_new_tokens: int | None = None,
-        min_new_tokens: int = 0,
-        seed: int | None = None,
-        sampler: Any = None,
-        token_healing: bool = False,
-        encode_special_tokens: bool = False,
-        decode_special_tokens: bool = False,
-        stop_conditions: Any = None,
-        add_bos: bool = False,
-        abort_event: Any = None,
-        completion_only: bool = False,
-        filters: Any = None,
-        return_last_results: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Runs one or more prompts (a str, or a list of them) to their end: the text(s), prompt included unless `completion_only`; with
-        `return_last_results` a pair with the last result(s). Errors of a job are raised."""
-        if self.tokenizer is None:
-            raise ArgumentError("generate: this model has no tokenizer; use Job with ids")
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        many = filters if filters and isinstance(filters[0], (list, tuple)) else [filters] * len(prompts)
-        jobs = [
-            Job(
-                self.tokenizer.encode(p, add_bos=add_bos, special=encode_special_tokens), max_new_tokens, min_new_tokens, sampler=sampler, seed=seed,
-                stop_conditions=stop_conditions, decode_special_tokens=decode_special_tokens, token_healing=token_healing, filters=f, **options,
-            )
-            for p, f in zip(prompts, many)
-        ]  # fmt: skip
-        self.enqueue(jobs)
-        last: dict[Job, Result] = {}
-        while len(last) < len(jobs):
-            if abort_event is not None and abort_event.is_set():
-                for job in jobs:
-                    self.cancel(job)
-                break
-            for result in self.iterate():
-                if result["stage"] == "error" and result["job"] in jobs:
-                    for job in jobs:
-                        self.cancel(job)
-                    raise result["error"]
-                if result["eos"]:
-                    last[result["job"]] = result
-        texts = [("" if completion_only else p) + "".join(j.stream.full) for p, j in zip(prompts, jobs)]
-        finals = [last.get(j) for j in jobs]
-        single = isinstance(prompt, str)
-        text = texts[0] if single else texts
-        return (text, finals[0] if single else finals) if return_last_results else text
-
-    def check_health(self, timeout: float = 30.0, step: bool = True) -> bool:
-        """Whether the engine decodes: a one-token job goes to the head of the queue; True once it, or any other job, gets a token.
-
-        step=False: another thread iterates. Raises nothing; False also when closed or out of time.
-        """
-        if self.closed is not None:
-            return False
-        before = self.tokens_out
-        probe = Job([self.bos_token_id or 0], max_new_tokens=1, stop_conditions=[], max_skips=0)
-        try:
-            probe.prepare(self)
-            with self._lock:
-                self.pending_jobs.appendleft(probe)
-                self._retry = True
-            end = time.monotonic() + timeout
-            while time.monotonic() < end and self.tokens_out == before and self.closed is None:
-                if step:
-                    self.iterate()
-                else:
-                    time.sleep(0.002)
-            return self.tokens_out > before
-        except Exception:
-            return False
-        finally:
-            self.cancel(probe)
 
 
 def _is_device_fault(error: Exception) -> bool:

@@ -227,8 +227,8 @@ class Job:
             self.max_new_tokens, self.limited_by = room, "clamped"
         if len(self.prompt) + self.max_new_tokens > context and context < generator.max_total_tokens:
             raise ContextLengthError(
-                f"prompt {len(self.prompt)} + max_new_tokens {self.max_new_tokens} exceed the context of {context} tokens and cannot be enqueued; "
-                "lower max_new_tokens or pass clamp"
+                f"prompt {len(self.prompt)} + max_new_tokens {self.max_new_tokens} exceed the context of {context} tokens "
+                "and cannot be enqueued; lower max_new_tokens or pass clamp"
             )
         generator.pagetable.check_fits(self.reserve())
 
@@ -451,5 +451,7 @@ class Job:
             inner: dict[str, Any] = {}
             self._put_tokens(inner, held)
             table = self.generator.pieces
-            inner["text"] = b"".join(table.bytes_of(t.id, self.decode_special_tokens) for t in held).decode("utf-8", "replace") if table else ""
+            inner["text"] = (
+                b"".join(table.bytes_of(t.id, self.decode_special_tokens) for t in held).decode("utf-8", "replace") if table else ""
+            )
             made["held"] = inner

@@ -9,9 +9,21 @@ from exl3.errors import ArgumentError, UnsupportedError
 
 # arguments of the incumbent that change nothing here, with the value that asks for nothing
 _IGNORED: dict[str, Any] = {"enable_defrag": None, "show_visualizer": None, "record_draft_stats": None, "recurrent_cache_size": None}
-_IGNORED |= {"recurrent_checkpoint_interval": None, "recurrent_checkpoint_interval_pp": None, "disk_cache_size": None, "disk_cache_flush_on_idle": None}
+_IGNORED |= {
+    "recurrent_checkpoint_interval": None,
+    "recurrent_checkpoint_interval_pp": None,
+    "disk_cache_size": None,
+    "disk_cache_flush_on_idle": None,
+}
 _IGNORED |= {"disk_cache_checkpoint_interval": None, "disk_cache_write_interval": None}
-_UNSUPPORTED = {"disk_cache_dir": None, "cpu_cache_size": 0, "ngram_corpus": None, "hybrid_draft_tokens": 0, "draft_max_rows": 0, "sparse_draft_head": 0}
+_UNSUPPORTED = {
+    "disk_cache_dir": None,
+    "cpu_cache_size": 0,
+    "ngram_corpus": None,
+    "hybrid_draft_tokens": 0,
+    "draft_max_rows": 0,
+    "sparse_draft_head": 0,
+}
 
 
 def check_unused(unused: dict[str, Any]) -> None:

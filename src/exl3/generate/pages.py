@@ -219,7 +219,7 @@ class PageTable:
         return (best, length) if best is not None else (None, 0)
 
     def _evict(self) -> None:
-        """Empties the unreferenced pages that come first in the order of eviction: one page, or a sixteenth of the cache to spread the cost."""
+        """Empties the unreferenced pages that come first in the order of eviction: a sixteenth of the cache, to spread the cost."""
         order = sorted((p for p in self.pages if p.refs == 0 and p.parent is not None), key=self._eviction_key())
         assert order, "eviction asked for with nothing to evict"
         for page in order[: max(1, len(self.pages) // 16)]:

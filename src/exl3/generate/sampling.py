@@ -1,9 +1,9 @@
 """Sampler steps, and the sampler made of them.
 
-A sampler is a list of steps. Each step changes one row of logits (fp32, -inf masks a token) and the last one draws. Where the tail of the list is
-what `ops.sample` does (penalties, temperature, top-k, top-p, min-p, draw), the engine runs it as one native call for all rows of a batch
-(`CustomSampler.plan`); both ways draw the same token. The draw is `ops`'s: the first id whose cumulative probability exceeds
-u(seed, counter). So a job's tokens depend on its own seed and position only, never on the batch or on a global generator.
+A sampler is a list of steps. Each changes one row of logits (fp32, -inf masks a token) and the last one draws. Where the tail of the
+list is what `ops.sample` does (penalties, temperature, top-k, top-p, min-p, draw), the engine runs it as one native call for all rows of
+a batch (`CustomSampler.plan`); both ways draw the same token. The draw is that of `ops.sample`: the first id whose cumulative probability
+exceeds u(seed, counter). So a job's tokens depend on its own seed and position only, never on the batch or on a global generator.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _window(state: State, sustain: int, decay: int) -> tuple[np.ndarray, np.ndar
 
 
 class SS_DRY(SS_Base):
-    """"Don't repeat yourself": a token that would continue a repeat of length L >= `dry_allowed_length` loses
+    """ "Don't repeat yourself": a token that would continue a repeat of length L >= `dry_allowed_length` loses
     multiplier * base ** (L - allowed_length). A repeat doesn't reach over a sequence breaker. Looks back `dry_range` tokens (0: all) but
     at most 2048. (p-e-w's sampler, in llama.cpp's reading.)
     """
@@ -271,7 +271,9 @@ class SS_XTC(SS_Base):
     """Exclude top choices: with `probability`, all tokens above `threshold` but the least likely of them go. Applied as the expected
     distribution (a mixture of both outcomes) in place of a coin flip. Protected tokens never go."""
 
-    def __init__(self, probability: float, threshold: float, protected_token_ids: Iterable[int] | None = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self, probability: float, threshold: float, protected_token_ids: Iterable[int] | None = None, tokenizer: Any = None
+    ) -> None:
         self.probability, self.threshold = float(probability), float(threshold)
         if protected_token_ids is None:
             protected_token_ids = xtc_default_protected_token_ids(tokenizer) if tokenizer is not None else ()
@@ -300,7 +302,7 @@ class SS_BanTokens(SS_Base):
     """Masks the given ids."""
 
     def __init__(self, ids: Iterable[int]) -> None:
-        self.ids = sorted(set(int(i) for i in ids))
+        self.ids = sorted({int(i) for i in ids})
 
     def run(self, state: State) -> None:
         inside = [i for i in self.ids if 0 <= i < len(state.logits)]
@@ -473,8 +475,9 @@ class CustomSampler(Sampler):
         return_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """logits (rows, 1, vocab) or (rows, vocab), any float type -> ids (rows, 1) int64. `rand_u32` decides the draw of every row (default: a
-        fresh one from the operating system). `logit_mask`: additive fp row or packed int32 bitmask. `return_state`: the States instead."""
+        """logits (rows, 1, vocab) or (rows, vocab), any float type -> ids (rows, 1) int64. `rand_u32` decides the draw of every row
+        (default: a fresh one from the operating system). `logit_mask`: additive row or packed int32 bits. `return_state`: the States
+        instead."""
         import os
 
         rows = logits.reshape(-1, logits.shape[-1]).float()
@@ -523,7 +526,7 @@ def apply_mask(row: Tensor, mask: Tensor | np.ndarray | None) -> None:
 
 
 def _make_plan(steps: list[SS_Base]) -> Plan:
-    """Finds the longest tail of `steps` that `ops.sample` does, in its order: RepP, PresFreqP, Temperature, TopK, TopP, MinP, Temperature last."""
+    """The longest tail of `steps` that `ops.sample` does, in order RepP, PresFreqP, Temperature, TopK, TopP, MinP, Temperature last."""
     params: dict[str, float] = {}
     if isinstance(steps[-1], SS_Argmax):
         params["temperature"] = 0.0

@@ -6,7 +6,6 @@ Python runs each time; EXL3_STEP=eager, and where a step can't be recorded). Pre
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exl3 import settings
 from exl3.cache import Batch
 from exl3.errors import ArgumentError, BackendError
 
@@ -34,15 +34,12 @@ def bucket(tokens: int) -> int:
 
 def recorder(device: torch.device) -> str:
     """Which recorder serves `device`: EXL3_STEP if set, else graph on CUDA unless EXL3_GRAPHS=0, tape elsewhere."""
-    chosen = os.environ.get("EXL3_STEP", "").lower()
-    if chosen in ("tape", "graph", "eager"):
-        return chosen
-    if chosen:
-        raise ArgumentError(f"EXL3_STEP={chosen!r}: use tape, graph or eager")
+    chosen = settings.get("EXL3_STEP")
+    if chosen is not None:
+        return str(chosen)
     if device.type != "cuda":
         return "tape"
-    default = "0" if torch.version.hip else "1"
-    return "graph" if os.environ.get("EXL3_GRAPHS", default) != "0" else "tape"
+    return "graph" if settings.get("EXL3_GRAPHS", backend="rocm" if torch.version.hip else "cuda") else "tape"
 
 
 def forward(model: Any, batch: Batch, head: bool = True) -> Tensor | None:
@@ -53,7 +50,9 @@ def forward(model: Any, batch: Batch, head: bool = True) -> Tensor | None:
     return model.head(x, batch) if head else None
 
 
-def packed_batch(rows: Sequence[tuple[np.ndarray, int, Sequence[int]]], logits_at: Sequence[int], cache: Any, device: torch.device) -> Batch:
+def packed_batch(
+    rows: Sequence[tuple[np.ndarray, int, Sequence[int]]], logits_at: Sequence[int], cache: Any, device: torch.device
+) -> Batch:
     """A step that is not recorded. rows: (new ids, their first position, pages); logits_at: packed indices."""
     sizes = [len(ids) for ids, _, _ in rows]
     ends = np.cumsum(sizes)
@@ -80,8 +79,8 @@ def packed_batch(rows: Sequence[tuple[np.ndarray, int, Sequence[int]]], logits_a
 class StepRunner:
     """Decode steps of one model over one cache. `width`: pages a row may have at most.
 
-    `run(rows)` takes (ids, first position, pages, owner) per row, at most 64 tokens in all, and returns logits `(tokens, vocab)` fp32, valid until
-    the next run. `owner` is any hashable: a row of the block table is rewritten only when its owner or number of pages changes.
+    `run(rows)` takes (ids, first position, pages, owner) per row, at most 64 tokens in all, and returns logits `(tokens, vocab)` fp32,
+    valid until the next run. `owner` is any hashable: a row of the block table is rewritten only when its owner or number of pages changes.
     """
 
     def __init__(self, model: Any, cache: Any, width: int, mode: str | None = None) -> None:
@@ -184,7 +183,7 @@ class StepRunner:
         try:
             held = self._record_graph(batch) if self.mode == "graph" else self._record_tape(batch)
         except (ArgumentError, BackendError, ImportError) as error:
-            if os.environ.get("EXL3_STEP"):
+            if settings.get("EXL3_STEP") is not None:
                 raise
             warnings.warn(f"decode steps run from Python, slower: {error}", RuntimeWarning, stacklevel=3)
             self.mode = "eager"

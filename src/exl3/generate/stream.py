@@ -53,7 +53,12 @@ class Stream:
     def push(self, token: int, extra: Any = None, data: bytes | None = None) -> str | Rewind | None:
         """`data`: bytes to add in place of the token's own (token healing)."""
         detok = self.detok
-        if detok._idle and extra is None and data is None and not (self.pending or self._ban_text or self.banned.banned or self._out or self.quick):
+        if (
+            detok._idle
+            and extra is None
+            and data is None
+            and not (self.pending or self._ban_text or self.banned.banned or self._out or self.quick)
+        ):
             text = detok.push(token)  # the common case: nothing is held, and nothing of this need be
             if detok._idle:
                 released, found = self.stops.push(text)
