@@ -114,6 +114,12 @@ def test_odd_sizes_through_the_cache(odd: Any) -> None:
     assert abs(kl(model.logits(tokens)[0], torch.cat(got))) < 1e-5
 
 
+def test_scales_do_not_hold_what_was_read(odd: Any) -> None:
+    """Scales are views of nothing larger: a trellis that the backend has put into its own layout can be freed."""
+    weights = [m.exl3 for m in odd[0].modules() if isinstance(m, Linear)]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for w in weights for t in (w.suh, w.svh))
+
+
 def test_only_wanted_logits(odd: Any) -> None:
     model, _ = odd
     batch = Batch.whole(ids(2, 5))

@@ -99,6 +99,27 @@ def test_through_the_cache(made: Any, name: str) -> None:
         assert done[r] > 256
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_the_dtype_of_a_card(made: Any, name: str) -> None:
+    """fp16 or bf16 between operations, as on a GPU: every operation takes it, logits stay fp32 and close."""
+    directory, _, hf = made(name)
+    checkpoint = Checkpoint.open(directory)
+    model = build(checkpoint.config)
+    found = locate(model, checkpoint)
+    model.max_tokens = 40
+    model.place("cpu", model.gpu_dtype)
+    found.load("cpu", model.dtype)
+    logits = model.logits(ids(2, 40))
+    assert logits.dtype == torch.float32
+    with torch.no_grad():
+        expected = hf(ids(2, 40), use_cache=False).logits
+    assert 0 < kl(expected, logits) < (5e-4 if model.gpu_dtype == torch.bfloat16 else 1e-5)
+    cache = Cache(model, 256, "cpu")
+    with torch.no_grad():
+        parts = [model(Batch.packed([ids(2, 40)[0, a:b].tolist()], [a], [[0]], cache, logits="all")) for a, b in ((0, 39), (39, 40))]
+    assert abs(kl(expected[0], torch.cat(parts))) < 1e-3
+
+
 @pytest.mark.parametrize(("name", "trained"), [("phi3_longrope", 128), ("llama_dynamic", 64)])
 def test_around_the_trained_length(made: Any, name: str, trained: int) -> None:
     """Frequencies that depend on the length change at the right one."""

@@ -14,7 +14,7 @@ from exl3.files import Checkpoint
 from exl3.models import memory
 from exl3.models.model import Model
 from exl3.models.registry import build
-from exl3.models.tensors import Found, find_tensors
+from exl3.models.tensors import PIECE, Found, find_tensors
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None, max_tokens: int | None = None) -> Model:
@@ -35,7 +35,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     found = locate(model, checkpoint)
     check_device(str(device))
     warn_unused(model, checkpoint, found)
-    need = memory.Need(resident_bytes(model, found, device), 0, memory.workspace_bytes(model))
+    weights = resident_bytes(model, found, device)
+    need = memory.Need(weights, 0, max(memory.workspace_bytes(model), min(weights, PIECE)))
     memory.check(need, device, str(path))
     model.max_tokens = context(model, need, device, max_tokens)
     model.place(device)

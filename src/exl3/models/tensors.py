@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from exl3 import ops
 from exl3.errors import FormatError, MissingTensorError
 from exl3.files import Checkpoint, EmbeddingFiles, LinearFiles, load_linears
 from exl3.nn import Embedding, Linear
+
+PIECE = 256 << 20  # bytes of matrices read at a time
 
 
 @dataclass
@@ -69,23 +71,38 @@ class Found:
                 linear.set_dense(table.weight.data)
             else:
                 apart[key] = files
-        for key, tensors in load_linears(apart, device, dtype).items():
-            linear, files = self.linears[key]
-            if files.kind == "dense":
-                linear.set_dense(tensors["weight"], tensors.get("bias"))
-            else:
-                linear.set_exl3(
-                    ops.Weight(
-                        tensors["trellis"],
-                        tensors["suh"],
-                        tensors["svh"],
-                        tensors.get("bias"),
-                        linear.in_features,
-                        linear.out_features,
-                        str(files.codebook),
-                        files.multiplier,
-                    )
-                )
+        for piece in _pieces(apart):
+            for key, tensors in load_linears(piece, device, dtype).items():
+                linear, files = self.linears[key]
+                if files.kind == "dense":
+                    linear.set_dense(tensors["weight"], tensors.get("bias"))
+                else:
+                    linear.set_exl3(_weight(linear, files, tensors))
+
+
+def _pieces(linears: dict[str, LinearFiles]) -> Iterator[dict[str, LinearFiles]]:
+    """`linears` in pieces of about PIECE bytes, EXL3 and dense ones apart: what a piece is read into is let go when its trellises have
+    been put into the backend's own layout."""
+    for kind in ("dense", "exl3"):
+        piece: dict[str, LinearFiles] = {}
+        size = 0
+        for key, files in linears.items():
+            if files.kind != kind:
+                continue
+            piece[key] = files
+            size += files.nbytes
+            if size >= PIECE:
+                yield piece
+                piece, size = {}, 0
+        if piece:
+            yield piece
+
+
+def _weight(linear: Linear, files: LinearFiles, tensors: dict[str, Tensor]) -> ops.Weight:
+    small = (tensors["suh"], tensors["svh"], tensors.get("bias"))
+    if tensors["trellis"].device.type == "cpu":  # copies, so that the scales don't hold on to what was read with them
+        small = tuple(None if t is None else t.clone() for t in small)  # type: ignore[assignment]
+    return ops.Weight(tensors["trellis"], *small, linear.in_features, linear.out_features, str(files.codebook), files.multiplier)
 
 
 def find_tensors(model: Any, parts: dict[str, nn.Module], checkpoint: Checkpoint) -> Found:

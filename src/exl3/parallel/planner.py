@@ -12,6 +12,7 @@ from exl3.cache import PAGE
 from exl3.errors import ArgumentError
 from exl3.files import Checkpoint
 from exl3.models import build, loading, memory
+from exl3.models.tensors import PIECE
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Plan:
     cache_token_bytes      keys and values of one token, all layers, at the asked number of bits
     max_tokens             context asked for, or the model's own limit
     cache_bytes            cache of max_tokens, whole pages of 256 tokens
-    workspace_bytes        activations of a prefill chunk and logits
+    workspace_bytes        activations of a prefill chunk and logits, or what a load needs meanwhile
     total_bytes            weights, cache and workspace
     available_bytes        free on the device now; reserve_bytes of it are left alone
     largest_context_tokens tokens of cache that fit beside weights and workspace, at most the model's own limit; 0: not even the weights fit
@@ -64,7 +65,8 @@ def plan(
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
     found = loading.locate(model, checkpoint)
-    weights, workspace = loading.resident_bytes(model, found, target), memory.workspace_bytes(model)
+    weights = loading.resident_bytes(model, found, target)
+    workspace = max(memory.workspace_bytes(model), min(weights, PIECE))
     per_token = memory.cache_bytes_per_token(model, k_bits, v_bits)
     limit = model.config.max_position_embeddings
     tokens = limit if max_tokens is None else max_tokens
