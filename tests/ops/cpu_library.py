@@ -195,14 +195,15 @@ class Library:
         return y
 
     def dense(
-        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, out: np.ndarray | None = None, threads: int = 1
-    ) -> np.ndarray:
+        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, out: np.ndarray | None = None, threads: int = 1,
+        weight_dtype: str | None = None,
+    ) -> np.ndarray:  # fmt: skip
         accumulate = out is not None
         if out is None:
             out = np.full((x.shape[0], weight.shape[0]), np.nan, np.float32)
         self.call("dense", DenseArgs(
             address(x), address(weight), address(bias), address(out), x.shape[1], out.shape[1], x.shape[0], x.shape[1], weight.shape[0],
-            DTYPES[str(x.dtype)], DTYPES[str(weight.dtype)], DTYPES[str(out.dtype)], accumulate,
+            DTYPES[str(x.dtype)], DTYPES[weight_dtype or str(weight.dtype)], DTYPES[str(out.dtype)], accumulate,
         ), threads)  # fmt: skip
         return out
 
