@@ -64,7 +64,8 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
         places, sizes, reads = _plan(infos)
     slabs = [_aligned_empty(size, device) for size in sizes]
     if staged or (staged is None and device.type != "cpu"):
-        _run(reads, lambda: _Staging(slabs, device))
+        current = torch.cuda.current_stream(device) if device.type == "cuda" else None  # of this thread, not of the readers
+        _run(reads, lambda: _Staging(slabs, device, current))
     else:
         views = [_bytes(slab) for slab in slabs]
         _run(reads, lambda: lambda fd, read: _fill(fd, read, views[read.slab], 0))
@@ -184,14 +185,14 @@ def _preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
 class _Staging:
     """Reader of one thread for a device: two pinned buffers in turn, filled like the slab, copied on a stream of its own."""
 
-    def __init__(self, slabs: list[Tensor], device: torch.device) -> None:
+    def __init__(self, slabs: list[Tensor], device: torch.device, current: torch.cuda.Stream | None) -> None:
         self.slabs = slabs
         self.cuda = device.type == "cuda"
         self.buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=self.cuda) for _ in range(2)]
         self.turn = 0
-        if self.cuda:
+        if current is not None:
             self.stream = torch.cuda.Stream(device)
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # the slab's memory may still be in use there
+            self.stream.wait_stream(current)  # the slab's memory may still be in use there
             self.free = [torch.cuda.Event(), torch.cuda.Event()]
 
     def __call__(self, fd: int, read: _Read) -> None:
