@@ -147,6 +147,15 @@ def test_stream_equals_decode_and_never_splits_a_character(pair, text, special):
     assert again.push(ids) + again.finish() == "".join(parts)
 
 
+def test_stream_that_continues_a_prompt(pair):
+    """Prompt and answer streamed apart give the text of both together: the blank between them is not lost."""
+    ours, _ = pair
+    ids = ours.encode("The quick brown fox jumps")
+    for cut in range(1, len(ids)):
+        first, rest = ours.stream(), ours.stream(continues=True)
+        assert first.push(ids[:cut]) + rest.push(ids[cut:]) == "The quick brown fox jumps"
+
+
 def test_pieces_are_the_bytes_of_the_text(pair):
     ours, _ = pair
     text = "Füchse 你好 \U0001f600 over<|im_end|>"

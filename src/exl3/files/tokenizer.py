@@ -223,9 +223,12 @@ class Tokenizer:
         """Whether `decode` removes the blank that the tokenizer put before the first word."""
         return _Spelling(self.backend.decoder).drops_first_blank
 
-    def stream(self, special: bool = False) -> TextStream:
-        """A decoder that is fed ids as they come and gives text in whole characters."""
-        return TextStream(self, special)
+    def stream(self, special: bool = False, continues: bool = False) -> TextStream:
+        """A decoder that is fed ids as they come and gives text in whole characters.
+
+        `continues`: the ids go on from an earlier text (a prompt), so a first blank is part of it.
+        """
+        return TextStream(self, special, continues)
 
     # ----------------------------------------------------------------------------------------------------------- chat
 
@@ -278,10 +281,10 @@ class Tokenizer:
 class TextStream:
     """Text from ids, piece by piece: `push` returns only characters that later ids cannot change, `finish` what is left."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: bool = False, continues: bool = False) -> None:
         self.pieces = tokenizer.pieces
         self.skip = frozenset() if special else tokenizer.special_ids
-        self.drop = tokenizer.drops_first_blank
+        self.drop = tokenizer.drops_first_blank and not continues
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: int | Iterable[int]) -> str:
