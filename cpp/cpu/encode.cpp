@@ -28,7 +28,7 @@ void scalar_step(const StepTable& t, Step* steps, int count) {
     for (int o = 0; o < t.next_nodes(); o++) {
       uint32_t best = 65535;
       for (int c = 0; c < 1 << t.next_fresh; c++) {
-        const uint32_t cost = s->from[c * groups + (o >> t.fresh)] + squared_error(t.value[c << (16 - t.next_fresh) | o], s->target, t.clamped);
+        const uint32_t cost = s->from[c * groups + (o >> t.fresh)] + squared_error(t.value[c << (16 - t.next_fresh) | o], s->target, t);
         if (cost < best) best = cost;
       }
       best = best - s->least > kCostLimit ? kCostLimit : best - s->least;
@@ -93,15 +93,17 @@ std::shared_ptr<const Tables> make_tables(int k2, int codebook, uint32_t multipl
   }
   const bool clamped = k2 >= 9;
   const float rms = sqrtf((float)(square / kStates));
-  // coarse: all values fit 16 bits. fine: an error 8 times the usual 2^-K is cut
-  t->scale = clamped ? (float)kClamp / 8 * (float)(1 << k2 / 2) / (rms > 0.01f ? rms : 0.01f) : 8192.0f;
+  // coarse: all values fit 16 bits. fine: squares go to 24 times the usual error 2^-K
+  t->scale = clamped ? (float)kClamp / 24 * (float)(1 << k2 / 2) / (rms > 0.01f ? rms : 0.01f) : 8192.0f;
   const float fits = 32767 / (t->highest > -t->lowest ? t->highest : -t->lowest);
   if (t->scale > fits) t->scale = fits;
+  // the farthest two values can be apart costs about 6000 beyond the square
+  const int far = (int)(12000 / ((t->highest - t->lowest) * t->scale));
   if (!clamped) t->highest = 32767 / t->scale, t->lowest = -t->highest;
   for (int s = 0; s < kStates; s++) t->value[(size_t)s] = (int16_t)lrintf(t->decoded[(size_t)s] * t->scale);
   for (int odd = 0; odd < 2; odd++) {
     StepTable& step = t->step[odd];
-    step = {fresh_bits(k2, odd), fresh_bits(k2, odd + 1), clamped, t->value.data(), nullptr, nullptr};
+    step = {fresh_bits(k2, odd), fresh_bits(k2, odd + 1), clamped, far, t->value.data(), nullptr, nullptr};
     if (odd && k2 % 2 == 0) {
       step = t->step[0];
       break;
@@ -274,7 +276,7 @@ int choose_scalar(const StepTable& t, const uint16_t* from, int node, int16_t ta
   uint32_t best = ~0u;
   int chosen = 0;
   for (int c = 0; c < count; c++) {
-    const uint32_t cost = from[c * groups] + squared_error(value[c], target, t.clamped);
+    const uint32_t cost = from[c * groups] + squared_error(value[c], target, t);
     if (cost < best) best = cost, chosen = c;
   }
   return chosen;

@@ -7,19 +7,21 @@
 //
 // Costs are unsigned 16-bit, cut at kCostLimit. Values and targets are 16-bit fixed point; the squared error of d is
 //   rounded:  (d * d + 2^14) >> 15 with d saturated to 16 bits         (coarse: low rates)
-//   clamped:  d * d with d cut to +-kClamp                             (fine: high rates)
+//   clamped:  d * d up to |d| = kClamp, then nearly flat: half of `far` times the rest, so that of two far values the nearer one wins
+//             (fine: high rates; targets in the tails of the codebook often have no value nearby)
 #pragma once
 #include <stdint.h>
 
 namespace exl3::cpu {
 
 constexpr int kCostLimit = 32767;
-constexpr int kClamp = 180;         // its square and kCostLimit together fit 16 bits
+constexpr int kClamp = 160;         // its square, the flat part (below 7000) and kCostLimit together fit 16 bits
 constexpr int kStates = 65536;
 
 struct StepTable {
   int fresh, next_fresh;            // D, Dn
   bool clamped;
+  int far;                          // slope of the flat part, in halves
   const int16_t* value;             // [65536] by state
   const int16_t* ordered;           // the same in the order in which the tier's step reads it, 64-byte aligned
   const int16_t* candidates;        // [next_nodes][2^Dn]: the values a node behind the position can come by
@@ -56,11 +58,12 @@ const EncodeTier& scalar_encode();
 const EncodeTier& avx2_encode();
 const EncodeTier& avx512_encode();
 
-static inline uint32_t squared_error(int value, int target, bool clamped) {
+static inline uint32_t squared_error(int value, int target, const StepTable& t) {
   int d = value - target;
-  const int limit = clamped ? kClamp : 32767;
-  d = d > limit ? limit : d < (clamped ? -kClamp : -32768) ? (clamped ? -kClamp : -32768) : d;
-  return clamped ? (uint32_t)(d * d) : ((uint32_t)(d * d) + 0x4000) >> 15;
+  d = d > 32767 ? 32767 : d < -32768 ? -32768 : d;
+  if (!t.clamped) return ((uint32_t)(d * d) + 0x4000) >> 15;
+  const int size = d < 0 ? -d : d, near = size < kClamp ? size : kClamp;
+  return (uint32_t)(near * near + ((size - near) * t.far >> 1));
 }
 
 }  // namespace exl3::cpu

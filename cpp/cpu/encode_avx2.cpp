@@ -19,8 +19,8 @@ struct V {
   static T add(T a, T b) { return _mm256_add_epi16(a, b); }
   static T square(T a) { return _mm256_mulhrs_epi16(a, a); }
   static T mullo(T a, T b) { return _mm256_mullo_epi16(a, b); }
-  static T min(T a, T b) { return _mm256_min_epi16(a, b); }
-  static T max(T a, T b) { return _mm256_max_epi16(a, b); }
+  static T abs(T a) { return _mm256_abs_epi16(a); }
+  static T half(T a) { return _mm256_srli_epi16(a, 1); }
   static T minu(T a, T b) { return _mm256_min_epu16(a, b); }
   static T either(T a, T b) { return _mm256_or_si256(a, b); }
   static T different(T a, T b) { return _mm256_xor_si256(a, b); }
@@ -54,11 +54,11 @@ int choose_avx2(const StepTable& t, const uint16_t* from, int node, int16_t targ
   alignas(32) uint16_t cost[256];
   for (int c = 0; c < count; c++) cost[c] = from[(ptrdiff_t)c * groups];
   const uint16_t* value = (const uint16_t*)t.candidates + (ptrdiff_t)node * count;
-  const T w = V::set(target);
+  const T w = V::set(target), far = V::set((short)t.far);
   T least = V::set(-1);
   for (int c = 0; c < count; c += 16) {
     const T v = V::load(value + c), from_c = V::load(cost + c);
-    const T sum = t.clamped ? edge<true>(v, w, from_c) : edge<false>(v, w, from_c);
+    const T sum = t.clamped ? edge<true>(v, w, from_c, far) : edge<false>(v, w, from_c, far);
     V::store(cost + c, sum);
     least = V::minu(least, sum);
   }

@@ -24,8 +24,8 @@ struct V {
   static T add(T a, T b) { return _mm512_add_epi16(a, b); }
   static T square(T a) { return _mm512_mulhrs_epi16(a, a); }
   static T mullo(T a, T b) { return _mm512_mullo_epi16(a, b); }
-  static T min(T a, T b) { return _mm512_min_epi16(a, b); }
-  static T max(T a, T b) { return _mm512_max_epi16(a, b); }
+  static T abs(T a) { return _mm512_abs_epi16(a); }
+  static T half(T a) { return _mm512_srli_epi16(a, 1); }
   static T minu(T a, T b) { return _mm512_min_epu16(a, b); }
   static T either(T a, T b) { return _mm512_or_si512(a, b); }
   static T different(T a, T b) { return _mm512_xor_si512(a, b); }

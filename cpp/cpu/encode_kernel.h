@@ -11,11 +11,12 @@ namespace {
 
 using T = typename V::T;
 
-template <bool Clamped> inline T edge(T value, T target, T cost) {
+template <bool Clamped> inline T edge(T value, T target, T cost, T far) {
   T d = V::subs(value, target);
   if (!Clamped) return V::add(V::square(d), cost);
-  d = V::max(V::min(d, V::set(kClamp)), V::set(-kClamp));
-  return V::add(V::mullo(d, d), cost);
+  d = V::abs(d);
+  const T near = V::minu(d, V::set(kClamp));
+  return V::add(V::add(V::mullo(near, near), V::half(V::mullo(V::sub(d, near), far))), cost);
 }
 
 // The costs of one ring on their way out: subtracts, cuts, keeps the minimum and, where asked, what differs from before.
@@ -61,6 +62,7 @@ template <bool Clamped, int Rings, int X> void over_groups(const StepTable& t, S
   constexpr int Block = X < 4 ? X : 4;
   const int groups = kStates >> (t.fresh + t.next_fresh), c_count = 1 << t.next_fresh;
   const int16_t* value = t.ordered;
+  const T far = V::set((short)t.far);
   T target[Rings];
   Out out[2] = {Out(steps[0]), Out(steps[Rings - 1])};
   for (int r = 0; r < Rings; r++) target[r] = V::set(steps[r].target);
@@ -77,7 +79,7 @@ template <bool Clamped, int Rings, int X> void over_groups(const StepTable& t, S
         for (int j = 0; j < Block; j++) {
           const T v = V::load((const uint16_t*)value + j * V::lanes);
           for (int r = 0; r < Rings; r++) {
-            best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r]));
+            best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r], far));
             V::pin(best[r][j]);
           }
         }
@@ -98,6 +100,7 @@ template <bool Clamped, int Rings, int X> void over_groups(const StepTable& t, S
 template <bool Clamped, int Rings, int Block> void over_targets(const StepTable& t, Step* steps) {
   const int groups = kStates >> (t.fresh + t.next_fresh), x_count = 1 << t.fresh, c_count = 1 << t.next_fresh;
   const int16_t* value = t.ordered;
+  const T far = V::set((short)t.far);
   T target[Rings];
   Out out[2] = {Out(steps[0]), Out(steps[Rings - 1])};
   for (int r = 0; r < Rings; r++) target[r] = V::set(steps[r].target);
@@ -113,7 +116,7 @@ template <bool Clamped, int Rings, int Block> void over_targets(const StepTable&
         for (int j = 0; j < Block; j++) {
           const T v = V::load((const uint16_t*)value + j * V::lanes);
           for (int r = 0; r < Rings; r++) {
-            best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r]));
+            best[r][j] = V::minu(best[r][j], edge<Clamped>(v, target[r], cost[r], far));
             V::pin(best[r][j]);
           }
         }
