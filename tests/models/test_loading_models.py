@@ -233,6 +233,7 @@ def test_unsupported_architecture_lists_the_supported() -> None:
         ("rope_scaling", "linear"),
         ("rope_theta", "x"),
         ("rope_theta", -1.0),
+        ("rope_theta", 0),
         ("tie_word_embeddings", "yes"),
         ("max_position_embeddings", 0),
     ],

@@ -49,22 +49,27 @@ def rope_parameters(config: dict[str, Any], kind: str | None = None, *, theta: f
         raise FormatError(f"config.json: rope_scaling is {type(scaling).__name__}, an object is needed")
     merged = {**scaling, **settings}
     rope_type = merged.get("rope_type") or merged.get("type") or "default"
+    if not isinstance(rope_type, str):
+        raise FormatError(f"config.json: rope_type is {rope_type!r}, a name is needed")
     found = {**merged, "rope_type": "longrope" if rope_type == "su" else rope_type}
     found.pop("type", None)
-    found.setdefault("rope_theta", config.get("rope_theta") or theta)
-    if found.get("partial_rotary_factor") is None:
-        found["partial_rotary_factor"] = config.get("partial_rotary_factor") or partial
+    for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        if found.get(key) is None:
+            found[key] = default if config.get(key) is None else config[key]
     for key in ("max_position_embeddings", "original_max_position_embeddings"):
         if found.get(key) is None and config.get(key) is not None:
             found[key] = config[key]
     for key in NUMBERS:
         if found.get(key) is not None and not _positive(found[key]):
             raise FormatError(f"config.json: {key} of the rope settings is {found[key]!r}, a number above 0 is needed")
+    for key in ("mscale", "mscale_all_dim"):
+        if found.get(key) and not _positive(found[key]):
+            raise FormatError(f"config.json: {key} of the rope settings is {found[key]!r}, a number is needed")
     return found
 
 
 def _positive(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e15
 
 
 def _powers(base: float, dim: int) -> Tensor:
