@@ -19,8 +19,10 @@ class AsyncGenerator:
     An error of the engine ends all present jobs and refuses later ones; an error of one job is raised to that job alone.
     """
 
+    generator_class: type[Generator] = Generator
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.generator = Generator(*args, **kwargs)
+        self.generator = self.generator_class(*args, **kwargs)
         self.jobs: dict[Job, AsyncJob] = {}
         self.error: BaseException | None = None
         self.condition = asyncio.Condition()
@@ -109,9 +111,11 @@ class AsyncGenerator:
 class AsyncJob:
     """A job that is enqueued as it is made: `AsyncJob(generator, *Job's arguments)`; then `async for result in job`."""
 
+    job_class: type[Job] = Job
+
     def __init__(self, generator: AsyncGenerator, *args: Any, **kwargs: Any) -> None:
         self.generator = generator
-        self.job = Job(*args, **kwargs)
+        self.job = self.job_class(*args, **kwargs)
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
         generator.enqueue(self)

@@ -15,6 +15,7 @@ from exl3.generate.pages import PAGE, PageTable
 class Conveniences:
     """Part of `Generator`."""
 
+    job_class: type[Job] = Job
     pagetable: PageTable
     pending_jobs: deque[Job]
     tokenizer: Any
@@ -66,7 +67,7 @@ class Conveniences:
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         many = filters if filters and isinstance(filters[0], (list, tuple)) else [filters] * len(prompts)
         jobs = [
-            Job(
+            self.job_class(
                 self.tokenizer.encode(p, add_bos=add_bos, special=encode_special_tokens), max_new_tokens, min_new_tokens, sampler=sampler,
                 seed=seed, stop_conditions=stop_conditions, decode_special_tokens=decode_special_tokens, token_healing=token_healing,
                 filters=f, **options,

@@ -233,7 +233,9 @@ class _TokenTable:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+        from exl3.generate.job import as_ids
+
+        return as_ids(self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)).tolist()
 
 
 def _llg_tokenizer(tokenizer: Any) -> Any:

@@ -100,15 +100,15 @@ class Job:
             raise ArgumentError(f"min_new_tokens {min_new_tokens}: 0 or more is needed")
         if max_rq_tokens is not None and max_rq_tokens < 1:
             raise ArgumentError(f"max_rq_tokens {max_rq_tokens}: 1 or more is needed")
-        if return_top_tokens < 0:
+        if (return_top_tokens or 0) < 0:
             raise ArgumentError(f"return_top_tokens {return_top_tokens}: 0 or more is needed")
         self.prompt = as_ids(input_ids)
         self.max_new_tokens, self.min_new_tokens, self.max_skips = max_new_tokens, min_new_tokens, max_skips
         self.stop_conditions = None if stop_conditions is None else list(stop_conditions)
         self.decode_special_tokens = decode_special_tokens
-        self.return_top_tokens, self.return_logits, self.return_probs = return_top_tokens, return_logits, return_probs
+        self.return_top_tokens, self.return_logits, self.return_probs = return_top_tokens or 0, return_logits, return_probs
         self.return_prompt_probs = return_prompt_probs
-        self.wants_extra = return_probs or return_logits or return_top_tokens > 0  # results carry probabilities or logits
+        self.wants_extra = bool(return_probs or return_logits or return_top_tokens)  # results carry probabilities or logits
         self.filters = list(filters or ())
         self.token_healing, self.identifier, self.clamp = token_healing, identifier, clamp
         self.banned_strings = list(banned_strings or ())
