@@ -394,6 +394,30 @@ def test_generate_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert model.generate("hi", 5, temperature=0.5) == ((model, "hi", 5), {"temperature": 0.5})
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", 3.5])
+def test_unknown_device(tmp_path: Path, device: Any) -> None:
+    write(tmp_path, CONFIG, random_weights(CONFIG))
+    with pytest.raises(ArgumentError, match="device is"):
+        exl3.load(tmp_path, device=device)
+
+
+@pytest.mark.parametrize("tokens", [0, -5, 2.5, "512", True])
+def test_impossible_max_tokens(tmp_path: Path, tokens: Any) -> None:
+    with pytest.raises(ArgumentError, match="max_tokens is"):
+        load(write(tmp_path, CONFIG, random_weights(CONFIG)), max_tokens=tokens)
+
+
+def test_unload_lets_go_and_load_fills_again(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path, CONFIG, random_weights(CONFIG)))
+    model = load(tmp_path)
+    before = model.logits([3, 4, 5])
+    model.unload()
+    assert model.device.type == "meta" and all(p.is_meta for p in model.parameters())
+    model.place("cpu")
+    model.load_modules(model.parts, checkpoint)
+    assert torch.equal(model.logits([3, 4, 5]), before)
+
+
 def test_default_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert loading.default_device() == torch.device("cpu")

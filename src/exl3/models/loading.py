@@ -27,9 +27,9 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     does not fit into memory raises ResourceError before anything is allocated. Without tokenizer files the model works
     with token ids only and a warning says so.
     """
-    device = default_device() if device is None else torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ArgumentError(f"max_tokens is {max_tokens!r}; a whole number of at least 1 is needed")
+    device = _device(device)
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
     found = locate(model, checkpoint)
@@ -46,6 +46,19 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     if not (checkpoint.path / "tokenizer.json").exists():
         warnings.warn(f"{checkpoint.path}: no tokenizer.json, so text is not available; token ids are", stacklevel=2)
     return model
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The device meant, cards with their number. Raises ArgumentError for a name torch doesn't know."""
+    if device is None:
+        device = default_device()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device is {device!r}; use cpu, cuda or cuda:N ({str(error).splitlines()[0][:80]})") from None
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return found
 
 
 def default_device() -> torch.device:
@@ -110,8 +123,6 @@ def context(model: Model, need: memory.Need, device: torch.device, max_tokens: i
     """Tokens of context to allow: what was asked, if its fp16 cache fits, or the model's own limit cut down to what fits."""
     per_token = memory.cache_bytes_per_token(model)
     if max_tokens is not None:
-        if max_tokens < 1:
-            raise ArgumentError(f"max_tokens is {max_tokens}, at least 1 is needed")
         with_cache = memory.Need(need.weights_bytes, per_token * max_tokens, need.workspace_bytes)
         memory.check(with_cache, device, f"{max_tokens} tokens of context")
         return max_tokens

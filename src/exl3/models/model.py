@@ -237,6 +237,11 @@ class Model(nn.Module):
         found.raise_missing(checkpoint)
         found.load(device or self.run_device, dtype)
 
+    def unload(self) -> None:
+        """Drop all tensors; `load_modules` may fill the model again."""
+        unload(self)
+        self.device = torch.device("meta")
+
     @property
     def run_device(self) -> torch.device:
         """The device to run on: `device`, or the CPU as long as the model is empty."""
@@ -292,5 +297,5 @@ class Model(nn.Module):
 def unload(module: nn.Module) -> None:
     """Empty everything below `module`."""
     for child in module.modules():
-        if callable(getattr(child, "unload", None)):
+        if not isinstance(child, Model) and callable(getattr(child, "unload", None)):
             child.unload()  # type: ignore[operator]
