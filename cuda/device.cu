@@ -2,6 +2,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <atomic>
@@ -93,7 +94,7 @@ int launch(const void* kernel, dim3 grid, int threads, int shared_bytes, int clu
   if (!device) return EXL3_UNSUPPORTED;
   if (shared_bytes > device->shared_bytes)
     return refuse(EXL3_UNSUPPORTED, "%s: needs %d bytes of shared memory, this card has %d a block", what, shared_bytes, device->shared_bytes);
-  if (shared_bytes > 48 * 1024) {
+  if (shared_bytes > 32 * 1024) {  // above 48 KiB together with the kernel's static shared memory it must be asked for
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return check(error, what);
   }
@@ -104,8 +105,11 @@ int launch(const void* kernel, dim3 grid, int threads, int shared_bytes, int clu
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
   if (device->code >= 90) {
+    static const bool pdl = !getenv("EXL3_CUDA_NOPDL");
+    if (pdl) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
     if (cluster > 1) {
       attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
       attributes[config.numAttrs].val.clusterDim.x = cluster;

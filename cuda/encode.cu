@@ -53,6 +53,7 @@ int encode(const exl3_encode_args* a, void* stream) {
   if (a->tiles_count <= 0) return EXL3_OK;
   if (a->workspace_bytes < encode_workspace(a)) return refuse(EXL3_BAD_ARGUMENT, "encode: the workspace is too small");
   const bool roomy = entry.forward_shared + 8192 <= device->shared_bytes;
+  const int kind = a->codebook == EXL3_MUL1 ? 0 : 1;
   const int wave = wave_of(a, *device);
   EncodeParams p{};
   p.seam = (int32_t*)a->workspace;
@@ -68,10 +69,13 @@ int encode(const exl3_encode_args* a, void* stream) {
     p.states = a->states + (int64_t)first * 256;
     p.values = a->values ? a->values + (int64_t)first * 256 : nullptr;
     for (p.pass = 0; p.pass < 2; p.pass++) {
-      const dim3 grid(p.count < device->sms ? p.count : device->sms);
-      int status = launch(roomy ? entry.forward : entry.small, grid, kSearchThreads, roomy ? entry.forward_shared : entry.small_shared, 1, p,
-                          stream, "encode: search");
-      if (!status) status = launch(entry.trace, dim3((p.count + 3) / 4), 128, 0, 1, p, stream, "encode: traceback");
+      // several tiles a block where there are enough for all multiprocessors
+      const bool several = roomy && (entry.tiles == 1 || p.count > device->sms);
+      const int units = several ? (p.count + entry.tiles - 1) / entry.tiles : p.count;
+      const dim3 grid(units < device->sms ? units : device->sms);
+      int status = launch((several ? entry.forward : entry.small)[kind], grid, kSearchThreads,
+                          several ? entry.forward_shared : entry.small_shared, 1, p, stream, "encode: search");
+      if (!status) status = launch(entry.trace, dim3((p.count + 1) / 2), 64, 0, 1, p, stream, "encode: traceback");
       if (status) return status;
     }
   }

@@ -19,6 +19,9 @@ __device__ __forceinline__ __half code_half(uint32_t state, int codebook, uint32
   return __hadd(__ushort_as_half((unsigned short)p), __ushort_as_half((unsigned short)(p >> 16)));
 }
 
+// Costs are squares of differences times this: at many bits they would fall below the normal range of fp16.
+inline constexpr __host__ __device__ float unit_of(int k2) { return k2 <= 7 ? 1.f : (float)(1 << (k2 / 2 - 3)); }
+
 // How the 64 half2 of a thread cover the trellis of a whole rate.
 template <int K>
 struct Search {
@@ -84,14 +87,16 @@ __device__ __forceinline__ void store_end(const EncodeParams& p, SearchShared& s
   }
 }
 
-template <int K>
+// TILES tiles at a time: more work between two barriers, the same code values.
+template <int K, int TILES>
 __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constant__ EncodeParams p) {
 #if __CUDA_ARCH__ >= 800
   using S = Search<K>;
   constexpr int kStride = stride_of(2 * K);
+  constexpr float kUnit = unit_of(2 * K);
   ptx::wait_for_previous();
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ SearchShared space;
+  __shared__ SearchShared space[TILES];
   const int lin = threadIdx.x / S::kShare, share = threadIdx.x % S::kShare;
   const int pair0 = S::kByNode ? 0 : lin / S::kThreadsAGroup, out0 = S::kByNode ? 2 * lin : lin % S::kThreadsAGroup * S::kOuts;
   constexpr int kPairStep = kSearchThreads / S::kShare / S::kThreadsAGroup;
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
         for (int i = 0; i < S::kMine; i++) {
           const uint32_t way = (uint32_t)(share * S::kMine + i) << (16 - K);
           const uint32_t o = S::kByNode ? out0 : 2 * (pair0 + a * kPairStep) * S::kWays + out0 + j;
-          const __half2 two = __halves2half2(code(way | o), code(way | (o + (S::kByNode ? 1 : S::kWays))));
+          const __half2 two = __hmul2(__halves2half2(code(way | o), code(way | (o + (S::kByNode ? 1 : S::kWays)))), __float2half2_rn(kUnit));
           uint32_t bits = *(const uint32_t*)&two;
           asm volatile("" : "+r"(bits));  // one register: the compiler would keep, and spill, the halves apart
           value[a][j][i] = *(const __half2*)&bits;
@@ -123,141 +128,163 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
   }
 
   const int steps = steps_of(p);
-  for (int tile = blockIdx.x; tile < p.count; tile += gridDim.x) {
+  for (int tile0 = blockIdx.x * TILES; tile0 < p.count; tile0 += gridDim.x * TILES) {
     __syncthreads();
-    if (threadIdx.x < 256) space.target[threadIdx.x] = __half2half2(__float2half_rn(-p.tiles[(int64_t)tile * 256 + threadIdx.x]));
-    {
-      __half* cost = (__half*)shared;
-      const int seam = p.pass ? p.seam[tile] : 0;
-      constexpr int kCopies = S::kByNode ? 2 : 1;
+    for (int i = threadIdx.x; i < TILES * 256; i += kSearchThreads) {
+      const int tile = tile0 + i / 256;
+      const float target = tile < p.count ? p.tiles[(int64_t)tile * 256 + i % 256] : 0.f;
+      space[i / 256].target[i % 256] = __half2half2(__float2half_rn(-target * kUnit));
+    }
+    constexpr int kCopies = S::kByNode ? 2 : 1;
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      __half* cost = (__half*)(shared + t * S::kCostBytes);
+      const int seam = p.pass && tile0 + t < p.count ? p.seam[tile0 + t] : 0;
       for (int i = threadIdx.x; i < S::kNodes * kCopies; i += kSearchThreads)
-        cost[i] = __ushort_as_half(p.pass && i / kCopies != seam ? 0x7400 : 0);  // 16384: not reachable
+        cost[i] = __ushort_as_half(p.pass && i / kCopies != seam ? 0x7c00 : 0);  // infinite: not reachable
     }
     __syncthreads();
     int current = 0;
     for (int step = 0; step < steps; step++) {
-      const __half2* from = (const __half2*)(shared + current * S::kCostBytes);
-      uint8_t* to = shared + (current ^ 1) * S::kCostBytes;
-      const __half2 target = space.target[position_of(p, step)];
-      const __half2 down = lowers(step) ? __half2half2(__hneg(__low2half(from[0]))) : __half2half2(__ushort_as_half(0));
+      const int position = position_of(p, step);
+      const bool kept = keeps(p, step + 1, steps, kStride);
 #pragma unroll
-      for (int a = 0; a < S::kPairs; a++) {
-        const int pair = pair0 + a * kPairStep;
-        __half2 least[S::kOuts];
+      for (int t = 0; t < TILES; t++) {
+        const __half2* from = (const __half2*)(shared + (current * TILES + t) * S::kCostBytes);
+        uint8_t* to = shared + ((current ^ 1) * TILES + t) * S::kCostBytes;
+        const __half2 target = space[t].target[position];
+        const __half2 down = lowers(step) ? __half2half2(__hneg(__low2half(from[0]))) : __half2half2(__ushort_as_half(0));
 #pragma unroll
-        for (int i = 0; i < S::kMine; i += 2) {
-          const int way = share * S::kMine + i;
-          const __half2 c0 = S::kByNode ? from[way] : from[way * (S::kGroups / 2) + pair];
-          const __half2 c1 = S::kByNode ? from[way + 1] : from[(way + 1) * (S::kGroups / 2) + pair];
+        for (int a = 0; a < S::kPairs; a++) {
+          const int pair = pair0 + a * kPairStep;
+          __half2 least[S::kOuts];
+#pragma unroll
+          for (int i = 0; i < S::kMine; i += 2) {
+            const int way = share * S::kMine + i;
+            const __half2 c0 = S::kByNode ? from[way] : from[way * (S::kGroups / 2) + pair];
+            const __half2 c1 = S::kByNode ? from[way + 1] : from[(way + 1) * (S::kGroups / 2) + pair];
+#pragma unroll
+            for (int j = 0; j < S::kOuts; j++) {
+              __half2 x = __hadd2(value[a][j][i], target), y = __hadd2(value[a][j][i + 1], target);
+              x = __hfma2(x, x, c0);
+              y = __hfma2(y, y, c1);
+              least[j] = i == 0 ? __hmin2(x, y) : __hmin2(__hmin2(least[j], x), y);
+            }
+          }
 #pragma unroll
           for (int j = 0; j < S::kOuts; j++) {
-            __half2 x = __hadd2(value[a][j][i], target), y = __hadd2(value[a][j][i + 1], target);
-            x = __hfma2(x, x, c0);
-            y = __hfma2(y, y, c1);
-            least[j] = i == 0 ? __hmin2(x, y) : __hmin2(__hmin2(least[j], x), y);
-          }
-        }
 #pragma unroll
-        for (int j = 0; j < S::kOuts; j++) {
-#pragma unroll
-          for (int m = 1; m < S::kShare; m <<= 1) {
-            const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t*)&least[j], m);
-            least[j] = __hmin2(least[j], *(const __half2*)&other);
-          }
-          least[j] = __hadd2(least[j], down);
-        }
-        if constexpr (S::kByNode) {
-          if (share == 0) *(uint2*)(to + out0 * 4) = [&] {
-            const __half2 low = __low2half2(least[0]), high = __high2half2(least[0]);
-            return make_uint2(*(const uint32_t*)&low, *(const uint32_t*)&high);
-          }();
-        } else {
-          // low halves: nodes of the even group; high halves: of the odd one
-          __half* even = (__half*)to + 2 * pair * S::kWays + out0;
-          __half* odd = even + S::kWays;
-          if constexpr (S::kOuts == 1) {
-            if (share == 0) {
-              *even = __low2half(least[0]);
-              *odd = __high2half(least[0]);
+            for (int m = 1; m < S::kShare; m <<= 1) {
+              const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t*)&least[j], m);
+              least[j] = __hmin2(least[j], *(const __half2*)&other);
             }
+            least[j] = __hadd2(least[j], down);
+          }
+          if constexpr (S::kByNode) {
+            if (share == 0) *(uint2*)(to + out0 * 4) = [&] {
+              const __half2 low = __low2half2(least[0]), high = __high2half2(least[0]);
+              return make_uint2(*(const uint32_t*)&low, *(const uint32_t*)&high);
+            }();
           } else {
-            uint32_t low[S::kOuts / 2], high[S::kOuts / 2];
-#pragma unroll
-            for (int j = 0; j < S::kOuts; j += 2) {
-              const __half2 l = __lows2half2(least[j], least[j + 1]), h = __highs2half2(least[j], least[j + 1]);
-              low[j / 2] = *(const uint32_t*)&l;
-              high[j / 2] = *(const uint32_t*)&h;
-            }
-            if constexpr (K == 1) {
-              *(uint2*)even = make_uint2(low[0], high[0]);
-            } else if constexpr (K == 2) {
-              *(uint4*)even = make_uint4(low[0], low[1], high[0], high[1]);
-            } else if constexpr (S::kOuts == 8) {
-              *(uint4*)even = make_uint4(low[0], low[1], low[2], low[3]);
-              *(uint4*)odd = make_uint4(high[0], high[1], high[2], high[3]);
-            } else if constexpr (S::kOuts == 4) {
-              *(uint2*)even = make_uint2(low[0], low[1]);
-              *(uint2*)odd = make_uint2(high[0], high[1]);
+            // low halves: nodes of the even group; high halves: of the odd one
+            __half* even = (__half*)to + 2 * pair * S::kWays + out0;
+            __half* odd = even + S::kWays;
+            if constexpr (S::kOuts == 1) {
+              if (share == 0) {
+                *even = __low2half(least[0]);
+                *odd = __high2half(least[0]);
+              }
             } else {
-              *(uint32_t*)even = low[0];
-              *(uint32_t*)odd = high[0];
+              uint32_t low[S::kOuts / 2], high[S::kOuts / 2];
+#pragma unroll
+              for (int j = 0; j < S::kOuts; j += 2) {
+                const __half2 l = __lows2half2(least[j], least[j + 1]), h = __highs2half2(least[j], least[j + 1]);
+                low[j / 2] = *(const uint32_t*)&l;
+                high[j / 2] = *(const uint32_t*)&h;
+              }
+              if constexpr (K == 1) {
+                *(uint2*)even = make_uint2(low[0], high[0]);
+              } else if constexpr (K == 2) {
+                *(uint4*)even = make_uint4(low[0], low[1], high[0], high[1]);
+              } else if constexpr (S::kOuts == 8) {
+                *(uint4*)even = make_uint4(low[0], low[1], low[2], low[3]);
+                *(uint4*)odd = make_uint4(high[0], high[1], high[2], high[3]);
+              } else if constexpr (S::kOuts == 4) {
+                *(uint2*)even = make_uint2(low[0], low[1]);
+                *(uint2*)odd = make_uint2(high[0], high[1]);
+              } else {
+                *(uint32_t*)even = low[0];
+                *(uint32_t*)odd = high[0];
+              }
             }
           }
         }
       }
       __syncthreads();
       current ^= 1;
-      if (keeps(p, step + 1, steps, kStride)) {  // the next step reads this buffer and writes the other
-        uint16_t* out = p.history + tile * p.tile_history + slot_of(step + 1, steps, kStride) * S::kNodes;
-        if constexpr (S::kByNode) {
-          if (threadIdx.x < S::kNodes) out[threadIdx.x] = *(const uint16_t*)(to + threadIdx.x * 4);
-        } else {
-          for (int i = threadIdx.x; i < S::kNodes / 8; i += kSearchThreads) __stcs((uint4*)out + i, ((const uint4*)to)[i]);
+      if (kept) {  // the next step reads this buffer and writes the other
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          if (tile0 + t >= p.count) continue;
+          const uint8_t* now = shared + (current * TILES + t) * S::kCostBytes;
+          uint16_t* out = p.history + (tile0 + t) * p.tile_history + slot_of(step + 1, steps, kStride) * S::kNodes;
+          if constexpr (S::kByNode) {
+            if (threadIdx.x < S::kNodes) out[threadIdx.x] = *(const uint16_t*)(now + threadIdx.x * 4);
+          } else {
+            for (int i = threadIdx.x; i < S::kNodes / 8; i += kSearchThreads) __stcs((uint4*)out + i, ((const uint4*)now)[i]);
+          }
         }
       }
     }
-    if (!p.pass) {
-      const __half* cost = (const __half*)(shared + current * S::kCostBytes);
-      store_end(p, space, tile, S::kNodes, [&](int i) { return __half2float(cost[S::kByNode ? 2 * i : i]); });
-    }
+    if (!p.pass)
+      for (int t = 0; t < TILES && tile0 + t < p.count; t++) {
+        const __half* cost = (const __half*)(shared + (current * TILES + t) * S::kCostBytes);
+        store_end(p, space[t], tile0 + t, S::kNodes, [&](int i) { return __half2float(cost[S::kByNode ? 2 * i : i]); });
+      }
   }
 #endif
 }
 
+// Values of state and state + 1, times `unit`.
+template <bool BYTES>
+__device__ __forceinline__ __half2 two_codes(uint32_t state, uint32_t multiplier, uint32_t addend, __half2 unit) {
+  const uint32_t p = state * multiplier + addend, n = p + multiplier;
+  if constexpr (BYTES) {
+    const uint32_t sums = __byte_perm(__dp4a(p, 0x01010101u, 0x6400u), __dp4a(n, 0x01010101u, 0x6400u), 0x5410);
+    return __hmul2(__hfma2(*(const __half2*)&sums, __float2half2_rn(kMul1Scale), __float2half2_rn(kMul1Shift)), unit);
+  } else {
+    const uint32_t a = (p & 0x8fff8fffu) ^ 0x3b603b60u, b = (n & 0x8fff8fffu) ^ 0x3b603b60u;
+    const uint32_t low = __byte_perm(a, b, 0x5410), high = __byte_perm(a, b, 0x7632);
+    return __hmul2(__hadd2(*(const __half2*)&low, *(const __half2*)&high), unit);
+  }
+}
+
 // One step for every rate: DI fresh bits now, DO at the next position. Values are computed on the way and costs replaced in place, so it
-// needs half the shared memory and takes about three times as long. `cost` holds 2^(16-DI) nodes, afterwards 2^(16-DO).
-template <int DI, int DO>
-__device__ __forceinline__ void step_in_place(__half* cost, __half2 target, bool lower, int codebook, uint32_t multiplier) {
+// needs half the shared memory and takes two to three times as long. `cost` holds 2^(16-DI) nodes, afterwards 2^(16-DO).
+template <int DI, int DO, bool BYTES>
+__device__ __forceinline__ void step_in_place(__half* cost, __half2 target, bool lower, __half2 unit, uint32_t multiplier, uint32_t addend) {
   constexpr int kOut = 1 << (16 - DO), kEach = kOut / 2 / kSearchThreads;
-  constexpr int kHeld = kEach > 0 ? kEach : 1;
-  __half2 least[kHeld];
+  __half2 least[kEach];
   const __half2 down = lower ? __half2half2(__hneg(cost[0])) : __half2half2(__ushort_as_half(0));
 #pragma unroll
-  for (int e = 0; e < kHeld; e++) {
+  for (int e = 0; e < kEach; e++) {
     const uint32_t o = 2 * (threadIdx.x + e * kSearchThreads);  // this node and the next: the same predecessors
-    if (kEach == 0 && o >= kOut) break;
-#pragma unroll 4
+#pragma unroll
     for (uint32_t way = 0; way < 1u << DO; way++) {
       const uint32_t state = way << (16 - DO) | o;
-      const __half2 c = __half2half2(cost[state >> DI]);
-      __half2 x = __halves2half2(code_half(state, codebook, multiplier), code_half(state + 1, codebook, multiplier));
-      x = __hadd2(x, target);
-      x = __hfma2(x, x, c);
+      __half2 x = __hadd2(two_codes<BYTES>(state, multiplier, addend, unit), target);
+      x = __hfma2(x, x, __half2half2(cost[state >> DI]));
       least[e] = way == 0 ? x : __hmin2(least[e], x);
     }
     least[e] = __hadd2(least[e], down);
   }
   __syncthreads();
 #pragma unroll
-  for (int e = 0; e < kHeld; e++) {
-    const uint32_t o = 2 * (threadIdx.x + e * kSearchThreads);
-    if (kEach == 0 && o >= kOut) break;
-    *(__half2*)(cost + o) = least[e];
-  }
+  for (int e = 0; e < kEach; e++) *(__half2*)(cost + 2 * (threadIdx.x + e * kSearchThreads)) = least[e];
   __syncthreads();
 }
 
-template <int K2>
+template <int K2, bool BYTES>
 __global__ void __launch_bounds__(kSearchThreads, 1) search_in_place(const __grid_constant__ EncodeParams p) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kEven = K2 / 2, kOdd = K2 / 2 + (K2 & 1), kStride = stride_of(K2);
@@ -266,20 +293,22 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search_in_place(const __gri
   __shared__ SearchShared space;
   __half* cost = (__half*)shared;
   const int steps = steps_of(p);
+  const __half2 unit = __float2half2_rn(unit_of(K2));
+  const uint32_t addend = p.codebook == EXL3_3INST ? k3instAddend : 0u;
   for (int tile = blockIdx.x; tile < p.count; tile += gridDim.x) {
     __syncthreads();
-    if (threadIdx.x < 256) space.target[threadIdx.x] = __half2half2(__float2half_rn(-p.tiles[(int64_t)tile * 256 + threadIdx.x]));
+    if (threadIdx.x < 256) space.target[threadIdx.x] = __half2half2(__float2half_rn(-p.tiles[(int64_t)tile * 256 + threadIdx.x] * unit_of(K2)));
     const int seam = p.pass ? p.seam[tile] : 0, nodes_at_start = 1 << (16 - (position_of(p, 0) & 1 ? kOdd : kEven));
-    for (int i = threadIdx.x; i < nodes_at_start; i += kSearchThreads) cost[i] = __ushort_as_half(p.pass && i != seam ? 0x7400 : 0);
+    for (int i = threadIdx.x; i < nodes_at_start; i += kSearchThreads) cost[i] = __ushort_as_half(p.pass && i != seam ? 0x7c00 : 0);
     __syncthreads();
     int nodes = nodes_at_start;
     for (int step = 0; step < steps; step++) {
       const int position = position_of(p, step);
       if (position & 1) {
-        step_in_place<kOdd, kEven>(cost, space.target[position], lowers(step), p.codebook, p.multiplier);
+        step_in_place<kOdd, kEven, BYTES>(cost, space.target[position], lowers(step), unit, p.multiplier, addend);
         nodes = 1 << (16 - kEven);
       } else {
-        step_in_place<kEven, kOdd>(cost, space.target[position], lowers(step), p.codebook, p.multiplier);
+        step_in_place<kEven, kOdd, BYTES>(cost, space.target[position], lowers(step), unit, p.multiplier, addend);
         nodes = 1 << (16 - kOdd);
       }
       if (keeps(p, step + 1, steps, kStride)) {
@@ -292,49 +321,60 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search_in_place(const __gri
 #endif
 }
 
+// One way through steps start .. done-1 that ends in `node`: its error, and in *first the node before it. The way's low bits belong to
+// the last step.
+template <int K2, bool BYTES>
+__device__ __forceinline__ float walk(const EncodeParams& p, const float* targets, uint32_t node, uint32_t way, int start, int done, uint32_t* first) {
+  float error = 0.f;
+#pragma unroll
+  for (int i = 0; i < stride_of(K2); i++) {
+    const int s = done - 1 - i;
+    if (s < start) break;
+    const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
+    const uint32_t state = (way & ((1u << next) - 1)) << (16 - next) | node;
+    way >>= next;
+    const float d = __half2float(code_half(state, BYTES ? EXL3_MUL1 : p.codebook, p.multiplier)) - targets[position];
+    error += d * d;
+    node = state >> fresh_bits(K2, position);
+  }
+  *first = node;
+  return error;
+}
+
 // Walks back from the end, one warp a tile, a stride of steps at a time: every way through them, from the stored costs before them.
-template <int K2>
-__global__ void __launch_bounds__(128) trace_back(const __grid_constant__ EncodeParams p) {
-  constexpr int kStride = stride_of(K2);
-  ptx::wait_for_previous();
-  const int tile = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (tile >= p.count) return;
+template <int K2, bool BYTES>
+__device__ __forceinline__ void trace_tile(const EncodeParams& p, int tile, int lane, const float* targets) {
+  constexpr int kStride = stride_of(K2), kWays = 1 << (kStride * K2 / 2), kEach = kWays > 32 ? kWays / 32 : 1;
+  constexpr float kUnit = unit_of(K2);
   const int steps = steps_of(p), stop = p.pass ? 0 : p.window / 2;
-  const float* targets = p.tiles + (int64_t)tile * 256;
-  uint32_t node = p.pass ? p.seam[tile] : p.end[tile];
+  const uint32_t seam = p.pass ? (uint32_t)p.seam[tile] : 0u;
+  uint32_t node = p.pass ? seam : (uint32_t)p.end[tile];
   int done = steps;
   while (done > stop) {
     const int start = done > kStride ? done - kStride : 0;
     const uint16_t* vector = start ? p.history + tile * p.tile_history + slot_of(start, steps, kStride) * most_nodes(K2) : nullptr;
-    int bits = 0;
-    for (int s = start; s < done; s++) bits += fresh_bits(K2, position_of(p, s) + 1);
     float best = 3e38f;
     uint32_t best_way = 0;
-    for (uint32_t way = lane; way < 1u << bits; way += 32) {
-      uint32_t o = node, rest = way;
-      float error = 0.f;
-      for (int s = done - 1; s >= start; s--) {
-        const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
-        const uint32_t state = (rest & ((1u << next) - 1)) << (16 - next) | o;
-        rest >>= next;
-        const float d = __half2float(code_half(state, p.codebook, p.multiplier)) - __half2float(__float2half_rn(targets[position]));
-        error += d * d;
-        o = state >> fresh_bits(K2, position);
-      }
-      const float before = vector ? __half2float(__ushort_as_half(vector[o])) : p.pass && o != (uint32_t)p.seam[tile] ? 1e30f : 0.f;
-      if (before + error < best) {
-        best = before + error;
-        best_way = way;
-      }
+    int bits = 0;
+    for (int s = start; s < done; s++) bits += fresh_bits(K2, position_of(p, s) + 1);
+    float error[kEach], before[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {  // all loads under way before the first is used
+      uint32_t first;
+      error[i] = walk<K2, BYTES>(p, targets, node, lane + 32 * i, start, done, &first) * (kUnit * kUnit);
+      const bool real = (uint32_t)(lane + 32 * i) < 1u << bits;
+      before[i] = !real ? 1e30f : vector ? __half2float(__ushort_as_half(__ldg(vector + first))) : p.pass && first != seam ? 1e30f : 0.f;
     }
-    for (int m = 16; m; m >>= 1) {
-      const float other = __shfl_xor_sync(~0u, best, m);
-      const uint32_t other_way = __shfl_xor_sync(~0u, best_way, m);
-      if (other < best || (other == best && other_way < best_way)) {
-        best = other;
-        best_way = other_way;
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (before[i] + error[i] < best) {
+        best = before[i] + error[i];
+        best_way = lane + 32 * i;
       }
-    }
+    // costs in the order of unsigned numbers
+    const uint32_t raw = __float_as_uint(best), key = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+    const uint32_t least = __reduce_min_sync(~0u, key);
+    best_way = __reduce_min_sync(~0u, key == least ? best_way : ~0u);
     for (int s = done - 1; s >= start && s >= stop; s--) {
       const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
       const uint32_t state = (best_way & ((1u << next) - 1)) << (16 - next) | node;
@@ -342,12 +382,28 @@ __global__ void __launch_bounds__(128) trace_back(const __grid_constant__ Encode
       node = state >> fresh_bits(K2, position);
       if (p.pass && lane == 0) {
         p.states[(int64_t)tile * 256 + position] = (uint16_t)state;
-        if (p.values) p.values[(int64_t)tile * 256 + position] = __half2float(code_half(state, p.codebook, p.multiplier));
+        if (p.values) p.values[(int64_t)tile * 256 + position] = __half2float(code_half(state, BYTES ? EXL3_MUL1 : p.codebook, p.multiplier));
       }
     }
     done = start;
   }
   if (!p.pass && lane == 0) p.seam[tile] = (int32_t)node;
+}
+
+template <int K2>
+__global__ void __launch_bounds__(64) trace_back(const __grid_constant__ EncodeParams p) {
+#if __CUDA_ARCH__ >= 800
+  __shared__ float targets[2][256];
+  ptx::wait_for_previous();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x * 2 + warp;
+  if (tile >= p.count) return;
+  for (int i = lane; i < 256; i += 32) targets[warp][i] = __half2float(__float2half_rn(p.tiles[(int64_t)tile * 256 + i]));
+  __syncwarp();
+  if (p.codebook == EXL3_MUL1)
+    trace_tile<K2, true>(p, tile, lane, targets[warp]);
+  else
+    trace_tile<K2, false>(p, tile, lane, targets[warp]);
+#endif
 }
 
 }  // namespace exl3

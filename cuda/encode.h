@@ -28,10 +28,11 @@ inline constexpr __host__ __device__ int most_nodes(int k2) { return 1 << (16 - 
 inline constexpr __host__ __device__ int boundaries_of(int k2) { return 256 / stride_of(k2); }
 
 struct EncodeEntry {
-  void (*forward)(EncodeParams);
+  void (*forward[2])(EncodeParams);  // mul1; 3inst and mcg
   void (*trace)(EncodeParams);
-  int forward_shared;            // bytes
-  void (*small)(EncodeParams);   // costs in place, for cards with little shared memory; may equal forward
+  int tiles;                         // a block searches at a time
+  int forward_shared;                // bytes
+  void (*small[2])(EncodeParams);    // one tile at a time, for few tiles and for cards with little shared memory
   int small_shared;
 };
 

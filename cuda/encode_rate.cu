@@ -6,20 +6,20 @@ namespace exl3 {
 #define EXL3_CONCAT_(a, b) a##b
 #define EXL3_CONCAT(a, b) EXL3_CONCAT_(a, b)
 
-#if EXL3_K2 % 2 == 0
+#if EXL3_K2 == 2  // two cost buffers are 128 KiB: too many for the smaller cards
+EncodeEntry encode_entry_2() {
+  constexpr int kBytes = 2 * Search<1>::kCostBytes;
+  return {{search<1, 1>, search<1, 1>}, trace_back<2>, 1, kBytes, {search_in_place<2, true>, search_in_place<2, false>}, 2 * most_nodes(2)};
+}
+#elif EXL3_K2 % 2 == 0
 EncodeEntry EXL3_CONCAT(encode_entry_, EXL3_K2)() {
-  using S = Search<EXL3_K2 / 2>;
-  constexpr int kDouble = 2 * S::kCostBytes;
-#if EXL3_K2 == 2  // 128 KiB are too many for the smaller cards
-  return {search<EXL3_K2 / 2>, trace_back<EXL3_K2>, kDouble, search_in_place<EXL3_K2>, 2 * most_nodes(EXL3_K2)};
-#else
-  return {search<EXL3_K2 / 2>, trace_back<EXL3_K2>, kDouble, search<EXL3_K2 / 2>, kDouble};
-#endif
+  constexpr int kRate = EXL3_K2 / 2, kBytes = 2 * Search<kRate>::kCostBytes;
+  return {{search<kRate, 2>, search<kRate, 2>}, trace_back<EXL3_K2>, 2, 2 * kBytes, {search<kRate, 1>, search<kRate, 1>}, kBytes};
 }
 #else
 EncodeEntry EXL3_CONCAT(encode_entry_, EXL3_K2)() {
   constexpr int kBytes = 2 * most_nodes(EXL3_K2);
-  return {search_in_place<EXL3_K2>, trace_back<EXL3_K2>, kBytes, search_in_place<EXL3_K2>, kBytes};
+  return {{search_in_place<EXL3_K2, true>, nullptr}, trace_back<EXL3_K2>, 1, kBytes, {search_in_place<EXL3_K2, true>, nullptr}, kBytes};
 }
 #endif
 

@@ -260,6 +260,13 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
   }
 
   ptx::launch_dependents();
+  // scales are weights too: on their way before they are asked for
+  for (int s = 0; s < p.segments; s++) {
+    const ProductMatrix& w = p.matrix[p.segments > 1 ? s : m];
+    const int i = threadIdx.x;
+    if (i < blocks * 2) ptx::prefetch(w.suh + begin * 128 + i * 64);
+    if (i < 2) ptx::prefetch(w.svh + group * 128 + i * 64);
+  }
   const int ahead = min(ring.slots, ring.total);
 #if __CUDA_ARCH__ >= 900
   ring.full = full[warp];

@@ -21,6 +21,8 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 #if __CUDA_ARCH__ >= 900
 // ------------------------------------------------------------------------------------------------ barriers in shared memory, bulk copies
 __device__ __forceinline__ void barrier_init(uint64_t* b, int arrivals) {

@@ -32,7 +32,8 @@ struct WideParams {
   SliceScale* scales;   // [rotation][row]
 };
 
-inline constexpr __host__ __device__ int wide_stage(int k2) { return kWideRows * 128 + 4 * 128 * k2; }
+// Input and four rows of tiles, rounded up as the swizzle repeats every 1024 bytes.
+inline constexpr __host__ __device__ int wide_stage(int k2) { return kWideRows * 128 + (4 * 128 * k2 + 1023) / 1024 * 1024; }
 inline constexpr __host__ __device__ int wide_stages(int k2) {
   const int fit = 110 * 1024 / wide_stage(k2);
   return fit < 6 ? fit : 6;
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
   const uint8_t* weights = w.trellis + group * kTileRow;
   const uint8_t* image = p.image + (int64_t)(p.rotations > 1 ? m : 0) * p.steps * step_bytes + (int64_t)tile * kImage;
   auto fetch_weights = [&](int step, int stage) {
-    ptx::barrier_expect(full + stage, kStage);
+    ptx::barrier_expect(full + stage, kImage + 4 * kTileRow);
     for (int r = 0; r < 4; r++)
       ptx::bulk_load(shared + stage * kStage + kImage + r * kTileRow, weights + (step * 4 + r) * pitch, kTileRow, full + stage);
   };
