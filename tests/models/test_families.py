@@ -10,6 +10,7 @@ import pytest
 import torch
 from synthetic_models import FAMILIES, ids, kl, make, old_spelling
 
+from exl3 import ops
 from exl3.cache import Batch, Cache
 from exl3.files import Checkpoint
 from exl3.models import build, locate
@@ -118,6 +119,34 @@ def test_in_the_dtype_of_a_card(made: Any, name: str) -> None:
     with torch.no_grad():
         parts = [model(Batch.packed([ids(2, 40)[0, a:b].tolist()], [a], [[0]], cache, logits="all")) for a, b in ((0, 39), (39, 40))]
     assert abs(kl(expected[0], torch.cat(parts))) < 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recorded_decode_step(made: Any, name: str) -> None:
+    """A decode step of two rows is native calls only (the tape refuses any torch computation); replayed with other contents, and on the
+    second page, it equals the eager step bit for bit."""
+    try:
+        ops.backend("cpu")
+    except ops.native.BackendError as error:
+        pytest.skip(str(error))
+    directory, _, _ = made(name)
+    model = open_model(directory)
+    rows = ids(2, 270).tolist()
+    cache = Cache(model, 4 * 256, "cpu")
+    pages = [[0, 2], [3, 1]]
+    with torch.no_grad():
+        model(Batch.packed([rows[0][:20], rows[1][:254]], [0, 0], pages, cache))
+        batch = Batch.packed([[rows[0][20]], [rows[1][254]]], [20, 254], pages, cache, logits="all")
+        tape = ops.Tape("cpu")
+        with tape:
+            out = model(batch)
+        for i in (1, 2, 3):
+            later = Batch.packed([[rows[0][20 + i]], [rows[1][254 + i]]], [20 + i, 254 + i], pages, cache, logits="all")
+            expected = model(later)
+            for field in ("ids", "positions", "lengths"):
+                getattr(batch, field).copy_(getattr(later, field))
+            tape.replay()
+            assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(("name", "trained"), [("phi3_longrope", 128), ("llama_dynamic", 64)])
