@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from exl3.errors import ArgumentError, ResourceError
+from exl3.errors import ArgumentError, FormatError, ResourceError
 from exl3.files import Checkpoint, ShardWriter, check_disk, read_header, write_shards, write_tensors
 from exl3.files.shards import write_json
 
@@ -57,6 +57,35 @@ def test_a_second_run_replaces_the_first(tmp_path):
     (tmp_path / "model-mtp.safetensors").write_bytes(b"the user's own")
     write_shards(tmp_path, {"x": T["t0"]}, 0)
     assert listing(tmp_path) == ["model-mtp.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_crash_while_naming_the_shards_loses_nothing(tmp_path, monkeypatch, step):
+    """Whatever has been renamed when the process dies, every tensor of the new model is on the disk, and no mixture of two loads."""
+    write_shards(tmp_path, {**T, "old": T["t0"]}, 1)
+    (tmp_path / "config.json").write_text("{}")
+    real, done = os.replace, []
+
+    def dies(source, target):
+        if len(done) == step:
+            raise KeyboardInterrupt
+        done.append(target)
+        real(source, target)
+
+    out = ShardWriter(tmp_path, 0.5)
+    for name, t in T.items():
+        out.add({name: t + 1})
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(os, "replace", dies)
+        out.close()
+    files = [f for f in tmp_path.iterdir() if f.name.endswith((".safetensors", ".tmp"))]
+    found = [(name, t) for f in files for name, t in load_file(f).items()]
+    assert all(any(name == n and torch.equal(t, T[n] + 1) for name, t in found) for n in T)
+    if step:
+        with pytest.raises(FormatError, match="remove the file that does not belong"):
+            Checkpoint.open(tmp_path)
+    else:
+        assert torch.equal(Checkpoint.open(tmp_path).read(["t0"])["t0"], T["t0"])
 
 
 def test_failure_leaves_the_old_files(tmp_path):

@@ -217,7 +217,10 @@ def read_directory(directory: str | os.PathLike[str]) -> tuple[dict[str, TensorI
     directory = Path(directory)
     if not directory.is_dir():
         raise MissingTensorError(f"{directory}: no such directory; a model directory holds config.json and *.safetensors files")
-    files = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors" and not p.name.startswith("."))
+    try:
+        files = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors" and not p.name.startswith("."))
+    except OSError as e:
+        raise FormatError(f"{directory}: cannot be listed ({e.strerror})") from None
     if not files:
         raise MissingTensorError(f"{directory}: no *.safetensors file{_hint(directory)}")
     _check_index(directory, {p.name for p in files})

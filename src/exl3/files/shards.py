@@ -123,13 +123,13 @@ class ShardWriter:
         n = len(self.shards)
         names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
         index = self.directory / "model.safetensors.index.json"
-        for old in [*self.directory.glob("model.safetensors"), *self.directory.glob("model-?????-of-?????.safetensors")]:
-            old.unlink()
         index.unlink(missing_ok=True)
-        files = []
-        for (temporary, _), name in zip(self.shards, names):
-            os.replace(temporary, self.directory / name)
-            files.append(self.directory / name)
+        files = [self.directory / name for name in names]
+        for (temporary, _), file in zip(self.shards, files):
+            os.replace(temporary, file)
+        for old in [*self.directory.glob("model.safetensors"), *self.directory.glob("model-?????-of-?????.safetensors")]:
+            if old not in files:  # only now: a crash between two steps loses nothing, and the loader refuses names that are there twice
+                old.unlink()
         if n > 1:
             weight_map = {tensor: name for (_, tensors), name in zip(self.shards, names) for tensor in tensors}
             write_json(index, {"metadata": {"total_size": self.total}, "weight_map": weight_map})
