@@ -41,7 +41,8 @@ def write_model(path: Path, *, tied: bool = False, bias: bool = False, layers: i
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": VOCAB,
+        "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": VOCAB,
         "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "hidden_act": "silu", "tie_word_embeddings": tied, "attention_bias": bias,
         "rope_theta": 10000.0, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip

@@ -82,7 +82,7 @@ OPTIONS = [
 @click.command("convert")
 @click.option("--json", "json_path", default=None, metavar="OUT", help="write the report as JSON to OUT ('-': stdout)")
 @click.pass_context
-def command(ctx: click.Context, json_path: str | None, **options: Any) -> None:
+def command(ctx: click.Context, /, json_path: str | None, **options: Any) -> None:
     """Quantize the Hugging Face model in DIR to EXL3."""
     from exl3.quantize.convert import convert
 

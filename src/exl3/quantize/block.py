@@ -44,7 +44,7 @@ class BlockResult:
 
 
 class Streams:
-    """The residual stream of all calibration rows, `(rows, cols, hidden)` fp32 on the host, and optionally the original model's beside it."""
+    """The residual stream of all calibration rows, `(rows, cols, hidden)` fp32 on the host; optionally the original model's beside it."""
 
     def __init__(self, model: Any, quantized: Tensor, original: Tensor | None, device: torch.device, batch_tokens: int) -> None:
         self.model, self.device = model, device
@@ -53,7 +53,7 @@ class Streams:
         self._batches: dict[int, Batch] = {}
 
     def batches(self, rows: int | None = None) -> Iterator[tuple[int, Batch, Tensor, Tensor | None]]:
-        """(first row, batch, stream of the quantized prefix (tokens, hidden) on the device, the original's or None): copies, free to overwrite."""
+        """(first row, batch, stream of the quantized prefix (tokens, hidden), the original's or None): copies on the device."""
         total = self.quantized.shape[0] if rows is None else min(rows, self.quantized.shape[0])
         for start in range(0, total, self.rows_per_batch):
             end = min(start + self.rows_per_batch, total)
@@ -69,6 +69,12 @@ class Streams:
             self._batches[rows] = Batch.whole(torch.zeros(rows, self.quantized.shape[1], dtype=torch.int32, device=self.device))
             self.model.prepare(self._batches[rows])
         return self._batches[rows]
+
+
+def dense_weight(linear: Linear) -> Tensor:
+    """The dense weight `(out, in)` that a matrix holds while it is worked on."""
+    assert linear.weight is not None
+    return linear.weight.data
 
 
 class _Captured(Exception):
@@ -109,9 +115,9 @@ def quantize_block(
     groups = block.quant_groups()
     linears = dict(pair for group in groups for pair in group)
     for key, linear in linears.items():
-        check_weights(linear.weight, key)
-        linear.set_dense(linear.weight.data.float(), None if linear.bias is None else linear.bias.data)
-    originals = {key: (linear.weight.data, linear.bias) for key, linear in linears.items()}
+        check_weights(dense_weight(linear), key)
+        linear.set_dense(dense_weight(linear).float(), None if linear.bias is None else linear.bias.data)
+    originals = {key: (dense_weight(linear), linear.bias) for key, linear in linears.items()}
     reference_rows = max(1, min(streams.quantized.shape[0], REFERENCE_TOKENS // streams.quantized.shape[1]))
     wanted = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
     result = BlockResult({}, [], BlockReport(block.key, 0.0, 0.0, 0.0))
@@ -134,7 +140,7 @@ def quantize_block(
             result.tensors |= q.tensors
             result.reports.append(q.report)
             _install(linears[q.report.key], q, originals[q.report.key][1])
-    for key, linear in linears.items():
+    for key in linears:
         if rates[key] == 16:
             weight, bias = originals[key]
             result.tensors[f"{key}.weight"] = weight.half().cpu()
@@ -200,7 +206,7 @@ def token_weights(x: Tensor) -> Tensor:
 @contextmanager
 def _weights(linears: dict[str, Linear], weights: dict[str, Any]) -> Iterator[None]:
     """The block with other weights for a while."""
-    kept = {key: (linear.weight.data, linear.bias) for key, linear in linears.items()}
+    kept = {key: (dense_weight(linear), linear.bias) for key, linear in linears.items()}
     try:
         _set(linears, weights)
         yield
@@ -215,7 +221,7 @@ def _set(linears: dict[str, Linear], weights: dict[str, Any]) -> None:
 
 def _install(linear: Linear, q: Quantized, bias: Tensor | None) -> None:
     """Puts the dequantized matrix in place, as the file will give it."""
-    device = linear.weight.device
+    device = dense_weight(linear).device
     key = q.report.key
     rotated = q.values.to(device)
     w = restore(rotated, q.tensors[f"{key}.suh"].to(device), q.tensors[f"{key}.svh"].to(device))
@@ -223,15 +229,15 @@ def _install(linear: Linear, q: Quantized, bias: Tensor | None) -> None:
 
 
 def _target(linear: Linear, hessian: Hessian, policy: Policy) -> Tensor:
-    """The weight to approximate: the original, or the one that on the quantized prefix's inputs gives what the original gives on its own."""
-    weight = linear.weight.data
+    """The weight to approximate: the original, or what on the quantized prefix's inputs gives what the original gives on its own."""
+    weight = dense_weight(linear)
     if policy.correction == 0 or not hessian.usable:
         return weight
     k = weight.shape[1]
     matrix = hessian.matrix()[:k, :k]
     drift = hessian.cross()[:k, :k] - matrix
     damping = policy.settings.damping * matrix.diagonal().mean()
-    solved = torch.linalg.solve(matrix + damping * torch.eye(k, device=matrix.device), drift @ weight.T)
+    solved: Tensor = torch.linalg.solve(matrix + damping * torch.eye(k, device=matrix.device), drift @ weight.T)
     return weight + policy.correction * solved.T
 
 
@@ -247,19 +253,19 @@ def _use_out_scales(linear: Linear, gates: dict[int, MLP], sample: Tensor, mode:
     if mlp is None:
         return True
     sensitivity = _sensitivity(mlp, linear, sample)
-    energy = column_rms(linear.weight.data.float().T).square()
+    energy = column_rms(dense_weight(linear).float().T).square()
     return bool((sensitivity * energy).mean() <= OUT_SCALE_RATIO * sensitivity.mean() * energy.mean())
 
 
 def _sensitivity(mlp: MLP, linear: Linear, x: Tensor) -> Tensor:
-    """Mean square of d(act(g) u) / d(output of `linear`) per channel, times the squared norm of the channel's row in the down projection."""
+    """Mean square of d(act(g) u) / d(output of `linear`) per channel, times the squared norm of the channel's down projection row."""
     with torch.enable_grad():
         x = x.float()
-        values = [x @ part.weight.data.float().T + (0 if part.bias is None else part.bias.data) for part in (mlp.gate_proj, mlp.up_proj)]
+        values = [x @ dense_weight(part).float().T + (0 if part.bias is None else part.bias.data) for part in (mlp.gate_proj, mlp.up_proj)]
         wanted = values[0 if linear is mlp.gate_proj else 1].requires_grad_()
         product = reference.act_mul(values[0], values[1], mlp.activation, mlp.activation_params())
         (slope,) = torch.autograd.grad(product.sum(), wanted)
-    return slope.square().mean(0) * mlp.down_proj.weight.data.float().square().sum(0)
+    return slope.square().mean(0) * dense_weight(mlp.down_proj).float().square().sum(0)
 
 
 def _advance(block: Any, streams: Streams, originals: dict[str, Any], linears: dict[str, Linear]) -> None:

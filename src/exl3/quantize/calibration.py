@@ -166,7 +166,8 @@ def _ids_file(path: str, cols: int | None) -> Tensor:
         ids, width = ids[keep], min(width, int(lengths.max()))
     if width < 2:
         raise ArgumentError(f"cal_data {path}: rows of {width} tokens are too short")
-    return ids[:, :width]
+    rows: Tensor = ids[:, :width]
+    return rows
 
 
 def _text_file(path: str, cols: int, tokenizer: Any) -> Tensor:

@@ -36,8 +36,8 @@ def write_model(
 ) -> Checkpoint:
     """Writes everything and returns the new directory, opened and checked.
 
-    `finished(i)`: tensors of block i, the head last. `embedding` replaces the source's table. A block is never split over shards. config.json
-    comes last: a directory without it is not yet a model.
+    `finished(i)`: tensors of block i, the head last. `embedding` replaces the source's table. A block is never split over shards.
+    config.json comes last: a directory without it is not yet a model.
     """
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)

@@ -216,7 +216,7 @@ class _Conversion:
     ) -> None:
         weights = [sum(s.weights for s in plan.specs if s.layer == b.layer and plan.rates[s.key] != 16) for b in model.blocks]
         weights.append(plan.head.weights if plan.head_bits != 16 else 0)
-        self.total_weights = sum(weights) + (plan.embed_elements if plan.embed_bits != 16 else 0)
+        self.total_weights = sum(weights) + (plan.ring_weights if plan.embed_bits != 16 else 0)
         encode = _encoder(options.codebook)
         done, streams = job.state()
         policy = _policy(options)
@@ -224,8 +224,8 @@ class _Conversion:
             done, streams = 0, self._embed(job, model, source, plan, options, rows, device)
         else:
             check_streams(streams, (rows.rows, rows.cols, model.config.hidden_size), job.folder / "state.safetensors")
+            self.done_weights = sum(weights[:done]) + (plan.ring_weights if plan.embed_bits != 16 else 0)
             self.log(f"resuming behind block {done}")
-        self.done_weights = sum(weights[:done])
         batch = BATCH_TOKENS.get(device.type, 16384)
         state = Streams(model, streams["quantized"], streams.get("original"), device, batch)
         for i in range(done, len(model.blocks)):

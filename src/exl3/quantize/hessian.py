@@ -1,4 +1,4 @@
-"""Input statistics of linear layers: H = sum_t w_t x_t x_t^T / sum_t w_t, accumulated in fp32-grade arithmetic (quantizer description, section 4)."""
+"""Input statistics of linear layers: H = sum_t w_t x_t x_t^T / sum_t w_t in fp32-grade arithmetic (quantizer description, section 4)."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ def check_activations(x: Tensor, layer: str, tensor: str, first_row: int = 0) ->
         place = f"calibration row {first_row + bad[0]}, token {bad[1]}, channel {bad[2]}"
     else:
         place = f"token {first_row + bad[0]}, channel {bad[1]}"
-    raise NumericalError(
-        f"layer {layer}, input of {tensor}: {value} at {place}; the model's activations overflow or its weights are damaged (check the source files)"
-    )
+    raise NumericalError(f"layer {layer}, input of {tensor}: {value} at {place}; the activations overflow or the source files are damaged")
 
 
 def check_weights(w: Tensor, name: str) -> None:

@@ -74,7 +74,7 @@ class Job:
             raise JobError(f"{self.plan_path}: not readable ({e}); remove the folder to start anew") from None
         if plan.get("version") != __version__ and not plan.get("finished"):
             raise JobError(
-                f"{self.folder}: begun by exl3 {plan.get('version')}, this is {__version__}; finish it with that version or remove the folder"
+                f"{self.folder}: begun by exl3 {plan.get('version')}, this is {__version__}; finish it there or remove the folder"
             )
         return None if plan.get("finished") else plan
 
@@ -154,7 +154,7 @@ def _try_lock(file: Any) -> bool:
             import msvcrt
 
             file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
         else:
             import fcntl
 

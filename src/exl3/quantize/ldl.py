@@ -39,8 +39,9 @@ def rotated_hessian(hessian: Tensor, scale: Tensor) -> Tensor:
 def block_ldl(hessian: Tensor, damping: float, scale: Tensor, *, name: str = "") -> Factor:
     """Factors H128 diag(scale) (hessian + damping) diag(scale) H128.
 
-    hessian: (k, k) symmetric fp32, k a multiple of 128. If Cholesky fails, `2 * max(damping, 0.005)` of the mean diagonal is added up to ten times;
-    then NumericalError. The order of elimination is the usual one: the last 16 rows are conditioned on nothing, so LDLQ runs from last to first.
+    hessian: (k, k) symmetric fp32, k a multiple of 128. If Cholesky fails, `2 * max(damping, 0.005)` of the mean diagonal is added, up to
+    ten times; then NumericalError. LDLQ runs from the last block of rows to the first: column block b of `lower` holds the weights with
+    which errors of later rows enter the target of block b.
     """
     share, extra = damping, 2 * max(damping, 0.005)
     for retries in range(MAX_RETRIES + 1):
@@ -61,7 +62,7 @@ def _unit_lower(chol: Tensor) -> Tensor:
     columns = chol.view(k, blocks, BLOCK).transpose(0, 1)  # (blocks, k, 16)
     index = torch.arange(blocks, device=chol.device)
     diagonal = chol.view(blocks, BLOCK, blocks, BLOCK)[index, :, index, :]  # (blocks, 16, 16), lower triangular
-    out = torch.linalg.solve_triangular(diagonal, columns, upper=False, left=False)  # X D = C
+    out: Tensor = torch.linalg.solve_triangular(diagonal, columns, upper=False, left=False)  # X D = C
     out = out.transpose(0, 1).reshape(k, k).contiguous()
     out.view(blocks, BLOCK, blocks, BLOCK)[index, :, index, :] = 0
     return out

@@ -56,7 +56,7 @@ def ldlq(problems: list[Problem], encode: Encode, progress: Callable[[int], None
                     block = block + p.lower[end:span_end, row:end].T @ e[end:span_end]
                 tiles.append(matrix_to_tiles(block)[0])
             states, values = encode(torch.cat(tiles))
-            for p, e, s, st, v in zip(problems, errors, solutions, states.split(widths), values.split(widths)):
+            for p, e, s, st, v in zip(problems, errors, solutions, torch.split(states, widths), torch.split(values, widths)):
                 s.states[row // BLOCK] = st
                 s.values[row:end] = tiles_to_matrix(v.unsqueeze(0))
                 if e is not None:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from exl3 import codec
 from exl3.codec.codebooks import MULTIPLIERS
+from exl3.errors import NumericalError
 from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import Factor, block_ldl, damped
 from exl3.quantize.ldlq import Encode, Problem, ldlq
-from exl3.quantize.refit import proxy_error, refit_scales, round_scales
+from exl3.quantize.refit import FP16_MAX, proxy_error, refit_scales, round_scales
 from exl3.quantize.regularize import Regularized, padded, random_signs, regularize, restore
 from exl3.quantize.report import TensorReport
 from exl3.quantize.scales import global_scale
@@ -76,15 +77,15 @@ def quantize_group(
         target = _pad(m.weight.float().T)
         out_signs = random_signs(f"{m.key}:out", target.shape[1], settings.seed).to(device)
         reg = regularize(target, signs, out_signs, out_scales=m.out_scales)
+        _check_range(reg, m.key)
         factor = None
         if calibrated and settings.scaled_hessian:
             factor = block_ldl(matrix, settings.damping, reg.suh, name=m.key)
         elif calibrated:
             shared_factor = shared_factor or block_ldl(matrix, settings.damping, signs, name=m.key)
             factor = shared_factor
-        g, searched = global_scale(
-            reg.rotated, settings.codebook, m.rate, lambda t, m=m: encode(t, m.rate, _QUICK_WINDOW), always_search=settings.search_scale
-        )
+        quick = _bound(encode, m.rate, _QUICK_WINDOW)
+        g, searched = global_scale(reg.rotated, settings.codebook, m.rate, quick, always_search=settings.search_scale)
         reg.rotated.mul_(g)
         reg.suh.div_(g)
         work.append(_Work(m, target, reg, factor, g, searched))
@@ -92,7 +93,7 @@ def quantize_group(
     for rate in dict.fromkeys(w.member.rate for w in work):
         same = [w for w in work if w.member.rate == rate]
         problems = [Problem(w.reg.rotated, None if w.factor is None else w.factor.lower) for w in same]
-        call: Encode = lambda tiles, rate=rate: encode(tiles, rate, settings.seam_window)  # noqa: E731
+        call = _bound(encode, rate, settings.seam_window)
         for w, solution in zip(same, ldlq(problems, call, progress)):
             w.states, w.values = solution.states, solution.values
     results = [_finish(w, matrix, calibrated, settings) for w in work]
@@ -100,6 +101,17 @@ def quantize_group(
     for w, result in zip(work, results):
         result.report.seconds = seconds * w.target.numel() / share  # they were worked on together
     return results
+
+
+def _bound(encode: EncodeAt, rate: float, seam_window: int) -> Encode:
+    return lambda tiles: encode(tiles, rate, seam_window)
+
+
+def _check_range(reg: Regularized, key: str) -> None:
+    """NumericalError where the matrix is too large or too uneven for the file's fp16 scales."""
+    largest = max(float(reg.suh.abs().max()), float(reg.svh.abs().max()))
+    if not largest < FP16_MAX / 4:  # also NaN; the refit moves scales a little
+        raise NumericalError(f"{key}: weights need a channel scale of {largest:.3g}, more than fp16 holds; rescale the source model")
 
 
 @dataclass

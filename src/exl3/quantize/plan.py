@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from exl3.codec.embedding import EMBEDDING_DIM
 from exl3.errors import ArgumentError, ResourceError
 from exl3.files import Checkpoint, check_disk
 from exl3.models import memory
@@ -31,7 +32,7 @@ class Plan:
     embed_bits: int
     total_weights: int  # of the source model
     small_bits: int  # stored bits of everything that is neither matrix nor embedding
-    embed_elements: int
+    embed_shape: tuple[int, int]  # rows, hidden size
 
     @property
     def head_bits(self) -> float:
@@ -42,10 +43,15 @@ class Plan:
         """Mean over the decoder's matrices, stored weights."""
         return mean_bits(self.specs, self.rates)
 
+    @property
+    def ring_weights(self) -> int:
+        """Values to encode for a ring-quantized embedding, padding included."""
+        return self.embed_shape[0] * -(-self.embed_shape[1] // EMBEDDING_DIM) * EMBEDDING_DIM
+
     def stored_bits(self) -> int:
         """Bits of the result, scales and all."""
         linears = sum(_stored(s, self.rates[s.key]) for s in [*self.specs, self.head])
-        return linears + self.small_bits + _embedding_bits(self.embed_elements, self.embed_bits)
+        return linears + self.small_bits + _embedding_bits(self.embed_shape, self.embed_bits)
 
 
 def _stored(spec: Spec, rate: float) -> int:
@@ -54,8 +60,12 @@ def _stored(spec: Spec, rate: float) -> int:
     return int(rate * spec.weights) + 16 * (spec.in_padded + spec.out_padded) + 32
 
 
-def _embedding_bits(elements: int, bits: int) -> int:
-    return 16 * elements if bits == 16 else int(elements * (bits + 1 / 16))
+def _embedding_bits(shape: tuple[int, int], bits: int) -> int:
+    rows, hidden = shape
+    if bits == 16:
+        return 16 * rows * hidden
+    groups = -(-hidden // EMBEDDING_DIM)
+    return 16 * groups * (rows * (1 + 16 * bits) + EMBEDDING_DIM)
 
 
 def specs_of(model: Any) -> tuple[list[Spec], Spec]:
@@ -84,11 +94,12 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
     head_bits = options.head_bits if options.head_bits is not None else (recipe.head_bits if recipe and recipe.head_bits else 6)
     half = options.half_rates != "never"
     embedding = source.embedding(model.embed_key)
-    elements = sum(source.tensors[n].numel for n in embedding.names)
     matrices = {f"{s.key}.weight" for s in [*specs, head]}
     small = [source.tensors[n] for n in used if n not in matrices and n not in embedding.names and len(source.tensors[n].shape) < 2]
     total = sum(source.tensors[n].numel for n in used)
-    plan = Plan(specs, head, {head.key: head_bits}, options.embed_bits, total, sum(8 * t.nbytes for t in small), elements)
+    plan = Plan(
+        specs, head, {head.key: head_bits}, options.embed_bits, total, sum(8 * t.nbytes for t in small), (embedding.rows, embedding.hidden)
+    )
     if recipe is not None:
         plan.rates |= _from_recipe(recipe, specs, options)
     elif options.total_bits is not None:
@@ -107,14 +118,14 @@ def _from_recipe(recipe: Recipe, specs: list[Spec], options: ConvertOptions) -> 
 
 
 def _meet_total(plan: Plan, options: ConvertOptions, half: bool) -> None:
-    """Rates so that everything stored takes at most total_bits per source weight; the embedding is ring-quantized if it starves the decoder."""
+    """Rates so that all that is stored takes at most total_bits per source weight; a table that starves the decoder is ring-quantized."""
     assert options.total_bits is not None
     allowed = int(options.total_bits * plan.total_weights)
     weights = sum(s.weights for s in plan.specs)
     scales = sum(_stored(s, 0) for s in plan.specs)
 
     def budget(embed_bits: int) -> int:
-        return allowed - plan.small_bits - scales - _stored(plan.head, plan.head_bits) - _embedding_bits(plan.embed_elements, embed_bits)
+        return allowed - plan.small_bits - scales - _stored(plan.head, plan.head_bits) - _embedding_bits(plan.embed_shape, embed_bits)
 
     choices = [options.embed_bits, *(r for r in RING_RATES if r < options.embed_bits)]
     good = [e for e in choices if budget(e) >= 0.9 * options.total_bits * weights]
@@ -124,8 +135,8 @@ def _meet_total(plan: Plan, options: ConvertOptions, half: bool) -> None:
     except ArgumentError:
         least = (weights - budget(plan.embed_bits) + allowed) / plan.total_weights
         raise ArgumentError(
-            f"total_bits {options.total_bits:g} cannot be met with a {plan.head_bits:g}-bit head and a {plan.embed_bits}-bit embedding: the least is "
-            f"{least:.2f}; allow more, or fewer head_bits"
+            f"total_bits {options.total_bits:g} cannot be met with {plan.head_bits:g} bits for the head and {plan.embed_bits} for the "
+            f"embedding: the least is {least:.2f}; allow more, or fewer head_bits"
         ) from None
 
 
@@ -158,8 +169,8 @@ def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
     block = 8 * sum(s.weights for s in plan.specs) // layers
     largest = max([*groups.values(), plan.head.weights])
     k = max(s.in_padded for s in [*plan.specs, plan.head])
-    embedding = 4 * plan.embed_elements if device.type == "cpu" else 0
-    return block + 7 * 4 * largest + 6 * 4 * k * k + embedding // 2 + memory.workspace_bytes(model)
+    embedding = 4 * plan.embed_shape[0] * plan.embed_shape[1] if device.type == "cpu" else 0
+    return block + 7 * 4 * largest + 6 * 4 * k * k + embedding + memory.workspace_bytes(model)
 
 
 def _check_memory(parts: dict[str, int], device: torch.device) -> None:

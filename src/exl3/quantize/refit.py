@@ -7,7 +7,7 @@ from torch import Tensor
 
 from exl3.quantize.regularize import rotate_columns, rotate_rows
 
-_FP16_MAX = 65504.0
+FP16_MAX = 65504.0
 
 
 def refit_scales(rotated_q: Tensor, suh: Tensor, svh: Tensor, target: Tensor, hessian: Tensor, *, rounds: int = 2) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def refit_scales(rotated_q: Tensor, suh: Tensor, svh: Tensor, target: Tensor, he
 
 def round_scales(scale: Tensor) -> Tensor:
     """fp32 -> fp16 kept inside the finite range."""
-    return scale.clamp(-_FP16_MAX, _FP16_MAX).half()
+    return scale.clamp(-FP16_MAX, FP16_MAX).half()
 
 
 def _refit_columns(base: Tensor, suh: Tensor, svh: Tensor, weighted: Tensor, hessian: Tensor) -> Tensor:

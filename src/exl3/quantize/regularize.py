@@ -1,8 +1,8 @@
 """Incoherence processing: signs, channel scales and Hadamard rotations that make a weight matrix look like unit Gaussian noise.
 
-Follows section 5 of the quantizer description: W (k, n) = (in, out); W = diag(suh) H W_rot H diag(svh) with H the blockwise 128-point Hadamard.
-Beyond it: every 128-block of rows and of columns is brought to the same RMS by one factor, so that zero padding inside a block
-(576 inputs in 640) doesn't waste the codebook's range.
+Follows section 5 of the quantizer description: W (k, n) = (in, out); W = diag(suh) H W_rot H diag(svh), H the blockwise 128-point
+Hadamard. Beyond it: every 128-block of rows and of columns is brought to the same RMS by one factor, so that zero padding inside a
+block (576 inputs in 640) doesn't waste the codebook's range.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from torch import Tensor
 from exl3.errors import ArgumentError
 
 _TABLE_RMS = 1.24371088  # the table is in units of the 3inst codebook's RMS
-_MUL1 = {1: 0.90, 1.5: 0.82, 2: 0.80, 2.5: 0.77, 3: 0.76, 3.5: 0.755, 4: 0.74, 5: 0.71, 6: 0.67, 7: 0.64, 8: 0.60}
-_GAUSS_PAIR = {1: 1.15, 2: 1.00, 3: 0.95, 4: 0.89, 5: 0.85, 6: 0.78, 7: 0.75, 8: 0.72}
+_MUL1: dict[float, float] = {1: 0.90, 1.5: 0.82, 2: 0.80, 2.5: 0.77, 3: 0.76, 3.5: 0.755, 4: 0.74, 5: 0.71, 6: 0.67, 7: 0.64, 8: 0.60}
+_GAUSS_PAIR: dict[float, float] = {1: 1.15, 2: 1.00, 3: 0.95, 4: 0.89, 5: 0.85, 6: 0.78, 7: 0.75, 8: 0.72}
 # error feedback makes what is encoded a little larger than the matrix itself (quantizer description 5.3)
-_FEEDBACK_GROWTH = {1: 1.08, 1.5: 1.035, 2: 1.018, 2.5: 1.009, 3: 1.004}
+_FEEDBACK_GROWTH: dict[float, float] = {1: 1.08, 1.5: 1.035, 2: 1.018, 2.5: 1.009, 3: 1.004}
 
 _SAMPLE_TILES = 256
 _SPREAD = 1.6  # times the spread of tile energies that iid Gaussian tiles have
