@@ -20,24 +20,46 @@ namespace exl3::cpu {
 
 namespace {
 
-void scalar_step(const StepTable& t, Step* steps, int count) {
+template <class Cost, class Value> void scalar_step(const StepTable& t, Step& s) {
+  const Cost* from = (const Cost*)s.from;
+  Cost* to = (Cost*)s.to;
+  const Value* value = (const Value*)t.value;
   const int groups = kStates >> (t.fresh + t.next_fresh);
-  for (Step* s = steps; s < steps + count; s++) {
-    uint32_t least = 65535;
-    s->same = true;
-    for (int o = 0; o < t.next_nodes(); o++) {
-      uint32_t best = 65535;
-      for (int c = 0; c < 1 << t.next_fresh; c++) {
-        const uint32_t cost = s->from[c * groups + (o >> t.fresh)] + squared_error(t.value[c << (16 - t.next_fresh) | o], s->target, t);
-        if (cost < best) best = cost;
-      }
-      best = best - s->least > kCostLimit ? kCostLimit : best - s->least;
-      if (best < least) least = best;
-      if (s->to[o] != best) s->same = false;
-      s->to[o] = (uint16_t)best;
+  float least = INFINITY;
+  s.same = s.compare;
+  for (int o = 0; o < t.next_nodes(); o++) {
+    auto best = edge_cost(from[o >> t.fresh], value[o], s.target);
+    for (int c = 1; c < 1 << t.next_fresh; c++) {
+      const auto cost = edge_cost(from[c * groups + (o >> t.fresh)], value[c << (16 - t.next_fresh) | o], s.target);
+      if (cost < best) best = cost;
     }
-    s->least = (uint16_t)least;
+    best -= (decltype(best))s.least;
+    if (!t.fp32 && best > kCostLimit) best = kCostLimit;
+    if ((float)best < least) least = (float)best;
+    if (to[o] != (Cost)best) s.same = false;
+    to[o] = (Cost)best;
   }
+  s.least = least;
+}
+
+void scalar_steps(const StepTable& t, Step* steps, int count) {
+  for (int i = 0; i < count; i++) t.fp32 ? scalar_step<float, float>(t, steps[i]) : scalar_step<uint16_t, int16_t>(t, steps[i]);
+}
+
+template <class Cost, class Value> int choose_of(const StepTable& t, const Cost* from, int node, float target) {
+  const int count = 1 << t.next_fresh, groups = kStates >> (t.fresh + t.next_fresh);
+  const Value* value = (const Value*)t.candidates + (int64_t)node * count;
+  auto best = edge_cost(from[0], value[0], target);
+  int chosen = 0;
+  for (int c = 1; c < count; c++) {
+    const auto cost = edge_cost(from[c * groups], value[c], target);
+    if (cost < best) best = cost, chosen = c;
+  }
+  return chosen;
+}
+
+int scalar_choose(const StepTable& t, const void* from, int node, float target) {
+  return t.fp32 ? choose_of<float, float>(t, (const float*)from, node, target) : choose_of<uint16_t, int16_t>(t, (const uint16_t*)from, node, target);
 }
 
 const EncodeTier& tier() {
@@ -48,22 +70,23 @@ const EncodeTier& tier() {
 #endif
 }
 
-struct alignas(64) Line { int16_t v[32]; };
+struct alignas(64) Line { char bytes[64]; };
+constexpr float kScale = 8192;      // every codebook's values fit 16 bits with it
+constexpr int kHighRate = 10;       // k2 from which costs are fp32
 
 // What one rate and codebook needs, made once and kept.
 struct Tables {
   int k2, codebook;
   uint32_t multiplier;
-  float scale, lowest, highest;     // fixed point per unit; targets are cut to lowest .. highest
+  float limit;                      // largest target, in fixed point
   std::vector<float> decoded;       // [65536]
-  std::vector<int16_t> value;       // [65536]
-  std::vector<Line> ordered[2], candidates[2];
+  std::vector<Line> value, ordered[2], candidates[2];
   StepTable step[2];                // even and odd positions
 };
 
-void order(const StepTable& t, int lanes, int16_t* out) {
+template <class Value> void order(const StepTable& t, int lanes, Value* out) {
   const int x_count = 1 << t.fresh, c_count = 1 << t.next_fresh, groups = kStates >> (t.fresh + t.next_fresh);
-  const auto put = [&](int c, int g, int x) { *out++ = t.value[c << (16 - t.next_fresh) | g << t.fresh | x]; };
+  const auto put = [&](int c, int g, int x) { *out++ = ((const Value*)t.value)[c << (16 - t.next_fresh) | g << t.fresh | x]; };
   if (lanes_over_groups(lanes, t.fresh, t.next_fresh)) {
     const int block = x_count < 4 ? x_count : 4;
     for (int g = 0; g < groups; g += lanes)
@@ -80,46 +103,37 @@ void order(const StepTable& t, int lanes, int16_t* out) {
   }
 }
 
+template <class Value> void fill(Tables& t) {
+  const size_t lines = kStates * sizeof(Value) / sizeof(Line);
+  t.value.resize(lines);
+  for (int s = 0; s < kStates; s++) ((Value*)t.value.data())[s] = (Value)lrintf(t.decoded[(size_t)s] * kScale);
+  for (int odd = 0; odd < 2; odd++) {
+    StepTable& step = t.step[odd];
+    if (odd && t.k2 % 2 == 0) {
+      step = t.step[0];
+      break;
+    }
+    step = {fresh_bits(t.k2, odd), fresh_bits(t.k2, odd + 1), t.k2 >= kHighRate, t.value.data(), nullptr, nullptr};
+    if (tier().bytes) {
+      t.ordered[odd].resize(lines);
+      order(step, tier().lanes(step.fp32), (Value*)t.ordered[odd].data());
+      step.ordered = t.ordered[odd].data();
+    }
+    t.candidates[odd].resize(lines);
+    step.candidates = t.candidates[odd].data();
+    Value* to = (Value*)t.candidates[odd].data();
+    for (int o = 0; o < step.next_nodes(); o++)
+      for (int c = 0; c < 1 << step.next_fresh; c++) *to++ = ((const Value*)t.value.data())[c << (16 - step.next_fresh) | o];
+  }
+}
+
 std::shared_ptr<const Tables> make_tables(int k2, int codebook, uint32_t multiplier) {
   auto t = std::make_shared<Tables>();
   t->k2 = k2, t->codebook = codebook, t->multiplier = multiplier;
-  t->decoded.resize(kStates), t->value.resize(kStates);
-  double square = 0;
-  t->lowest = t->highest = 0;
-  for (int s = 0; s < kStates; s++) {
-    const float v = t->decoded[(size_t)s] = codebook_value((uint32_t)s, codebook, multiplier);
-    square += (double)v * v;
-    t->lowest = v < t->lowest ? v : t->lowest, t->highest = v > t->highest ? v : t->highest;
-  }
-  const bool clamped = k2 >= 9;
-  const float rms = sqrtf((float)(square / kStates));
-  // coarse: all values fit 16 bits. fine: squares go to 24 times the usual error 2^-K
-  t->scale = clamped ? (float)kClamp / 24 * (float)(1 << k2 / 2) / (rms > 0.01f ? rms : 0.01f) : 8192.0f;
-  const float fits = 32767 / (t->highest > -t->lowest ? t->highest : -t->lowest);
-  if (t->scale > fits) t->scale = fits;
-  // the farthest two values can be apart costs about 6000 beyond the square
-  const int far = (int)(12000 / ((t->highest - t->lowest) * t->scale));
-  if (!clamped) t->highest = 32767 / t->scale, t->lowest = -t->highest;
-  for (int s = 0; s < kStates; s++) t->value[(size_t)s] = (int16_t)lrintf(t->decoded[(size_t)s] * t->scale);
-  for (int odd = 0; odd < 2; odd++) {
-    StepTable& step = t->step[odd];
-    step = {fresh_bits(k2, odd), fresh_bits(k2, odd + 1), clamped, far, t->value.data(), nullptr, nullptr};
-    if (odd && k2 % 2 == 0) {
-      step = t->step[0];
-      break;
-    }
-    const int lanes = tier().lanes;
-    if (lanes > 1) {
-      t->ordered[odd].resize(kStates / 32);
-      order(step, lanes, t->ordered[odd][0].v);
-      step.ordered = t->ordered[odd][0].v;
-    }
-    t->candidates[odd].resize(kStates / 32);
-    int16_t* to = t->candidates[odd][0].v;
-    step.candidates = to;
-    for (int o = 0; o < step.next_nodes(); o++)
-      for (int c = 0; c < 1 << step.next_fresh; c++) *to++ = t->value[(size_t)(c << (16 - step.next_fresh) | o)];
-  }
+  t->limit = k2 >= kHighRate ? 64 * kScale : 32767;
+  t->decoded.resize(kStates);
+  for (int s = 0; s < kStates; s++) t->decoded[(size_t)s] = codebook_value((uint32_t)s, codebook, multiplier);
+  k2 >= kHighRate ? fill<float>(*t) : fill<int16_t>(*t);
   return t;
 }
 
@@ -136,20 +150,19 @@ std::shared_ptr<const Tables> tables(int k2, int codebook, uint32_t multiplier) 
 
 constexpr int kRing = kTileWeights;
 
-// One ring on its way through both passes. The costs before every position lie in `history`, `stride` numbers apart.
+// One ring on its way through both passes. The costs before every position lie in `history`, `stride` bytes apart.
 class Search {
  public:
-  void start(const Tables& t, const float* tile, uint16_t* history, int64_t stride, int window) {
+  void start(const Tables& t, const float* tile, char* history, int64_t stride, int window) {
     tables_ = &t, history_ = history, stride_ = stride, half_ = window / 2;
     for (int i = 0; i < kRing; i++) {
-      const float cut = tile[i] < t.lowest ? t.lowest : tile[i] > t.highest ? t.highest : tile[i];
-      target_[i] = (int16_t)lrintf(cut * t.scale);
+      const float v = tile[i] * kScale;
+      target_[i] = nearbyintf(v < -t.limit ? -t.limit : v > t.limit ? t.limit : v);
     }
     second_ = false;
     position_ = (kRing - half_) % kRing;
     left_ = 2 * half_;
-    memset(before(position_), 0, (size_t)t.step[position_ & 1].nodes() * 2);
-    least_[position_] = 0;
+    set(position_, 0);
   }
   bool active() const { return left_ > 0; }
   int odd() const { return position_ & 1; }
@@ -197,45 +210,60 @@ class Search {
   }
 
  private:
-  uint16_t* before(int position) const { return history_ + position * stride_; }
+  char* before(int position) const { return history_ + position * stride_; }
+
+  // All costs before a position.
+  void set(int position, float cost) {
+    const StepTable& t = tables_->step[position & 1];
+    least_[position] = cost;
+    for (int i = 0; i < t.nodes(); i++)
+      if (t.fp32) ((float*)before(position))[i] = cost;
+      else ((uint16_t*)before(position))[i] = (uint16_t)cost;
+  }
+
+  template <class Cost> int cheapest(int position) const {
+    const Cost* cost = (const Cost*)before(position);
+    int node = 0;
+    for (int i = 0; i < tables_->step[position & 1].nodes(); i++)
+      if (cost[i] < cost[node]) node = i;
+    return node;
+  }
 
   void begin_second() {
     // the first pass ended before position half_: its best node, and the way back to the seam
-    const uint16_t* end = before(half_ % kRing);
-    int node = 0;
-    for (int i = 0; i < tables_->step[half_ & 1].nodes(); i++)
-      if (end[i] < end[node]) node = i;
+    const bool fp32 = tables_->step[0].fp32;
+    int node = fp32 ? cheapest<float>(half_) : cheapest<uint16_t>(half_);
     for (int i = half_ - 1; i >= 0; i--) node = choose(i, node) >> tables_->step[i & 1].fresh;
     seam_ = node;
     second_ = true, position_ = 0, left_ = kRing - 1;   // the last step's costs are not needed: its node is given
-    uint16_t* pinned = before(0);
-    const int nodes = tables_->step[0].nodes();
-    for (int i = 0; i < nodes; i++) pinned[i] = kCostLimit;
-    pinned[seam_] = 0;
+    set(0, fp32 ? 1e30f : kCostLimit);
     least_[0] = 0;
+    if (fp32) ((float*)before(0))[seam_] = 0;
+    else ((uint16_t*)before(0))[seam_] = 0;
   }
 
   // The best state at a position for a node behind it.
   uint16_t choose(int position, int node) const {
     const StepTable& t = tables_->step[position & 1];
-    return (uint16_t)(tier().choose(t, before(position) + (node >> t.fresh), node, target_[position]) << (16 - t.next_fresh) | node);
+    const char* from = before(position) + (int64_t)(node >> t.fresh) * (t.fp32 ? 4 : 2);
+    return (uint16_t)(tier().choose(t, from, node, target_[position]) << (16 - t.next_fresh) | node);
   }
 
   const Tables* tables_ = nullptr;
-  uint16_t* history_ = nullptr;
+  char* history_ = nullptr;
   int64_t stride_ = 0;
   int half_ = 0, position_ = 0, left_ = 0, seam_ = 0;
   bool second_ = false;
-  int16_t target_[kRing];
-  uint16_t least_[kRing];
+  float target_[kRing], least_[kRing];
 };
 
-int64_t stride_of(int k2) { return (kStates >> (k2 / 2)) + 64; }   // numbers between positions; off a power of two, for the caches
-int64_t thread_bytes(int k2) { return 2 * (int64_t)kRing * stride_of(k2) * 2 + 128; }
+// Bytes between positions, off a power of two for the caches.
+int64_t stride_of(int k2) { return (int64_t)(kStates >> (k2 / 2)) * (k2 >= kHighRate ? 4 : 2) + 128; }
+int64_t thread_bytes(int k2) { return 2 * kRing * stride_of(k2) + 128; }
 
 // Encodes tiles first, first + apart ...: two at a time, so that every value loaded serves two rings.
 void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apart, char* memory) {
-  uint16_t* history = (uint16_t*)(((uintptr_t)memory + 63) / 64 * 64);
+  char* history = (char*)(((uintptr_t)memory + 63) / 64 * 64);
   const int64_t stride = stride_of(a.k2);
   Search search[2];
   int tile[2];
@@ -270,20 +298,8 @@ void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apa
 
 }  // namespace
 
-int choose_scalar(const StepTable& t, const uint16_t* from, int node, int16_t target) {
-  const int count = 1 << t.next_fresh, groups = kStates >> (t.fresh + t.next_fresh);
-  const int16_t* value = t.candidates + (int64_t)node * count;
-  uint32_t best = ~0u;
-  int chosen = 0;
-  for (int c = 0; c < count; c++) {
-    const uint32_t cost = from[c * groups] + squared_error(value[c], target, t);
-    if (cost < best) best = cost, chosen = c;
-  }
-  return chosen;
-}
-
 const EncodeTier& scalar_encode() {
-  static const EncodeTier t = {1, scalar_step, choose_scalar};
+  static const EncodeTier t = {0, scalar_steps, scalar_choose};
   return t;
 }
 

@@ -1,4 +1,4 @@
-// The AVX-512 tier of the trellis search: 32 costs a register.
+// The AVX-512 tier of the trellis search: 32 costs a register, or 16 in fp32.
 #include "cpu/isa.h"
 #if EXL3_X86
 #if defined(__GNUC__) && !defined(__clang__)
@@ -7,44 +7,66 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #include <immintrin.h>
+#include <stddef.h>
 #include <stdint.h>
 
 namespace exl3::cpu {
 
 namespace {
 
-struct V {
+struct V16 {
   using T = __m512i;
+  using Cost = uint16_t;
   static constexpr int lanes = 32;
   static T load(const uint16_t* p) { return _mm512_loadu_si512(p); }
   static void store(uint16_t* p, T v) { _mm512_storeu_si512(p, v); }
-  static T set(short v) { return _mm512_set1_epi16(v); }
-  static T subs(T a, T b) { return _mm512_subs_epi16(a, b); }
-  static T sub(T a, T b) { return _mm512_sub_epi16(a, b); }
-  static T add(T a, T b) { return _mm512_add_epi16(a, b); }
-  static T square(T a) { return _mm512_mulhrs_epi16(a, a); }
-  static T mullo(T a, T b) { return _mm512_mullo_epi16(a, b); }
-  static T abs(T a) { return _mm512_abs_epi16(a); }
-  static T half(T a) { return _mm512_srli_epi16(a, 1); }
-  static T minu(T a, T b) { return _mm512_min_epu16(a, b); }
+  static T set(float v) { return _mm512_set1_epi16((short)(int)v); }
+  static T spread(const uint16_t* p) { return _mm512_set1_epi16((short)*p); }
+  static T zero() { return _mm512_setzero_si512(); }
+  static T worst() { return _mm512_set1_epi16(-1); }
+  static T min(T a, T b) { return _mm512_min_epu16(a, b); }
+  static T edge(T value, T target, T cost) {
+    const T d = _mm512_subs_epi16(value, target);
+    return _mm512_add_epi16(_mm512_mulhrs_epi16(d, d), cost);
+  }
+  static T settle(T v, T minus) { return _mm512_min_epu16(_mm512_sub_epi16(v, minus), _mm512_set1_epi16(32767)); }
   static T either(T a, T b) { return _mm512_or_si512(a, b); }
   static T different(T a, T b) { return _mm512_xor_si512(a, b); }
   static bool none(T v) { return _mm512_test_epi64_mask(v, v) == 0; }
+  static float smallest(T v) {
+    const __m256i h = _mm256_min_epu16(_mm512_extracti64x4_epi64(v, 0), _mm512_extracti64x4_epi64(v, 1));
+    return (float)_mm_extract_epi16(_mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1))), 0);
+  }
   // a and b interleaved word by word
   static void zip(T a, T b, T& first, T& second) {
     const T low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
     const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
     first = _mm512_permutex2var_epi64(low, front, high), second = _mm512_permutex2var_epi64(low, back, high);
   }
-#if defined(__GNUC__)
-  static void pin(T& v) { asm volatile("" : "+v"(v)); }
-#else
   static void pin(T&) {}
-#endif
-  static int smallest(T v) {
-    const __m256i h = _mm256_min_epu16(_mm512_extracti64x4_epi64(v, 0), _mm512_extracti64x4_epi64(v, 1));
-    return _mm_extract_epi16(_mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1))), 0);
+};
+
+struct V32 {
+  using T = __m512;
+  using Cost = float;
+  static constexpr int lanes = 16;
+  static T load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, T v) { _mm512_storeu_ps(p, v); }
+  static T set(float v) { return _mm512_set1_ps(v); }
+  static T spread(const float* p) { return _mm512_set1_ps(*p); }
+  static T zero() { return _mm512_setzero_ps(); }
+  static T worst() { return _mm512_set1_ps(3e38f); }
+  static T min(T a, T b) { return _mm512_min_ps(a, b); }
+  static T edge(T value, T target, T cost) {
+    const T d = _mm512_sub_ps(value, target);
+    return _mm512_fmadd_ps(d, d, cost);
   }
+  static T settle(T v, T minus) { return _mm512_sub_ps(v, minus); }
+  static T either(T a, T b) { return _mm512_or_ps(a, b); }
+  static T different(T a, T b) { return _mm512_xor_ps(a, b); }
+  static bool none(T v) { return _mm512_test_epi32_mask(_mm512_castps_si512(v), _mm512_castps_si512(v)) == 0; }
+  static float smallest(T v) { return _mm512_reduce_min_ps(v); }
+  static void pin(T&) {}
 };
 
 }  // namespace
@@ -56,7 +78,7 @@ struct V {
 namespace exl3::cpu {
 
 const EncodeTier& avx512_encode() {
-  static const EncodeTier t = {V::lanes, step, choose_avx2};
+  static const EncodeTier t = {64, step, choose_avx2};
   return t;
 }
 

@@ -88,7 +88,7 @@ class NativeError(Exception):
 
 
 def find() -> Path | None:
-    """The library: beside the package's files, or in a build folder."""
+    """The library, the newest of those beside the package's files and in build folders."""
     places = [ROOT / "src/exl3/libexl3_cpu.so", *sorted((ROOT / "build").glob("**/libexl3_cpu.so"))]
     try:
         from exl3.ops import native
@@ -96,7 +96,7 @@ def find() -> Path | None:
         places = [*native._candidates("cpu"), *places]
     except ImportError:
         pass
-    return next((p for p in places if p.exists()), None)
+    return max((p for p in places if p.exists()), key=lambda p: p.stat().st_mtime, default=None)
 
 
 def address(a: np.ndarray | None) -> int:

@@ -15,6 +15,14 @@ CASES = [("mul1", K) for K in RATES] + [(c, K) for c in ("mcg", "3inst") for K i
 MULTIPLIERS = (0xFF7A83E5, 0x00000001, 0xAC564B05)  # an early file's own, a degenerate and an odd one
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=TIERS)
 def library(request, tmp_path_factory):
     path = find()
