@@ -60,16 +60,22 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], m
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    save_file({name: _plain(t) for name, t in tensors.items()}, path, metadata=metadata or {"format": "pt"})
+    save_file(_apart(tensors), path, metadata=metadata or {"format": "pt"})
     os.chmod(path, 0o644)  # the library writes 0600
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
 
 
-def _plain(t: Tensor) -> Tensor:
-    """Contiguous on the CPU, in a storage no other tensor of the file shares (the library refuses shared ones)."""
-    t = t.detach().cpu().contiguous()
-    return t.clone() if t.untyped_storage().nbytes() != t.numel() * t.element_size() else t
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All contiguous on the CPU, and a copy of each that overlaps another in memory (the library refuses those)."""
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    end = 0
+    for name, t in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
+        size = t.numel() * t.element_size()
+        if size and t.data_ptr() < end:
+            plain[name] = t.clone()
+        end = max(end, t.data_ptr() + size)
+    return plain
 
 
 class ShardWriter:
