@@ -28,7 +28,8 @@ _LAZY = {
     "AsyncJob": "exl3.generate",
     "Exl3Error": "exl3.errors",
 }
-_MODULES = {"codec", "files", "ops", "cache", "nn", "models", "parallel", "quantize", "generate", "evaluate", "integrations", "errors", "settings"}
+_TORCHLESS = {"diagnose", "errors", "settings"}
+_MODULES = {"codec", "files", "ops", "cache", "nn", "models", "parallel", "quantize", "generate", "evaluate", "integrations", *_TORCHLESS}
 
 __all__ = ["__version__", *sorted(_LAZY), *sorted(_MODULES)]
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LAZY.keys() | _MODULES - _TORCHLESS and name != "Exl3Error":
+        diagnose.require()
     if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
     elif name in _MODULES:
@@ -62,3 +65,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+from exl3 import diagnose  # noqa: E402  it reads __version__
+
+diagnose.at_import()
