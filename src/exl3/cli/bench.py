@@ -15,7 +15,9 @@ from exl3.cli.common import device_option, emit_json, json_flag, table
 @click.argument("model", type=click.Path(exists=True, file_okay=False))
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--context", type=click.IntRange(min=0), default=0, show_default=True, help="tokens already in the cache when decoding is timed")
+@click.option(
+    "--context", type=click.IntRange(min=0), default=0, show_default=True, help="tokens already in the cache when decoding is timed"
+)
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
 @device_option
 @json_flag
@@ -26,7 +28,8 @@ def command(model: str, prompt_tokens: int, new_tokens: int, context: int, repea
     start = time.perf_counter()
     loaded = exl3.load(model, device=device, max_tokens=max(prompt_tokens, context + new_tokens) + 256)
     seconds = time.perf_counter() - start
-    result = {"model": model, "device": str(loaded.device), "load_seconds": seconds, **measure(loaded, prompt_tokens, new_tokens, context, repeat)}
+    result: dict[str, Any] = {"model": model, "device": str(loaded.device), "load_seconds": seconds}
+    result.update(measure(loaded, prompt_tokens, new_tokens, context, repeat))
     if as_json:
         emit_json(result)
         return

@@ -12,7 +12,9 @@ from typing import Any
 
 import click
 
-device_option = click.option("-d", "--device", default=None, metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if one is usable, else cpu)")
+device_option = click.option(
+    "-d", "--device", default=None, metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if one is usable, else cpu)"
+)
 json_flag = click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of text")
 
 
@@ -51,7 +53,14 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(description, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -14,7 +14,9 @@ from exl3.cli.common import device_option, emit_json, human_bytes, progress, tab
 @click.option("--rows", type=click.IntRange(min=1), default=None, help="pieces of text to use (default: all)")
 @click.option("--row-len", "--row_len", type=click.IntRange(min=2), default=512, show_default=True, help="tokens in a piece")
 @click.option("--json", "json_path", default=None, metavar="OUT", help="write the result as JSON to OUT ('-': stdout)")
-@click.option("--report", "report_dir", default=None, type=click.Path(file_okay=False), help="write report.md and report.png into this folder")
+@click.option(
+    "--report", "report_dir", default=None, type=click.Path(file_okay=False), help="write report.md and report.png into this folder"
+)
 @device_option
 def command(
     reference: str,
@@ -58,5 +60,3 @@ def command(
                 ("positions", f"{s.positions} in {r.rows} rows of {r.row_len}"),
             ]
         )
-
-

@@ -13,7 +13,9 @@ from exl3.cli.common import device_option, emit_json, json_flag
 # shared by generate and chat
 sampling_options = [
     click.option("-n", "--max-new-tokens", type=click.IntRange(min=0), default=256, show_default=True, help="tokens to generate at most"),
-    click.option("-t", "--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0: always the most likely token"),
+    click.option(
+        "-t", "--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0: always the most likely token"
+    ),
     click.option("--top-k", type=click.IntRange(min=0), default=0, help="0: off"),
     click.option("--top-p", type=click.FloatRange(0.0, 1.0), default=1.0, help="1: off"),
     click.option("--min-p", type=click.FloatRange(0.0, 1.0), default=0.0, help="0: off"),
@@ -38,7 +40,9 @@ def with_sampling(function: Any) -> Any:
 @with_sampling
 @device_option
 @json_flag
-def command(model: str, prompt: str, chat: bool, as_ids: bool, device: str | None, as_json: bool, max_tokens: int | None, **options: Any) -> None:
+def command(
+    model: str, prompt: str, chat: bool, as_ids: bool, device: str | None, as_json: bool, max_tokens: int | None, **options: Any
+) -> None:
     """Continue PROMPT ('-': read it from stdin) with the model in directory MODEL."""
     import exl3
     from exl3.errors import ArgumentError

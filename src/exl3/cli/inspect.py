@@ -35,7 +35,8 @@ def command(directory: str, tensors: bool, as_json: bool) -> None:
     }
     if tensors:
         result["layers"] = {
-            key: {"kind": x.kind, "bits": float(x.bits), "codebook": x.codebook, "in": x.in_padded, "out": x.out_padded} for key, x in linears.items()
+            key: {"kind": x.kind, "bits": float(x.bits), "codebook": x.codebook, "in": x.in_padded, "out": x.out_padded}
+            for key, x in linears.items()
         }
     if as_json:
         emit_json(result)
@@ -46,7 +47,11 @@ def command(directory: str, tensors: bool, as_json: bool) -> None:
             ("architecture", result["architecture"]),
             ("stored", f"{human_bytes(size['bytes'])} in {result['files']} files, {result['tensors']} tensors"),
             ("linear layers", f"{len(linears)}, {len(quantized)} of them EXL3"),
-            ("bits per weight", f"{size['bits_per_weight']:.3f}" + (f", head {size['head_bits']:g}" if size["head_bits"] else ", head tied to the embedding")),
+            (
+                "bits per weight",
+                f"{size['bits_per_weight']:.3f}"
+                + (f", head {size['head_bits']:g}" if size["head_bits"] else ", head tied to the embedding"),
+            ),
             ("layers by rate", rates),
             ("codebooks", ", ".join(f"{k}: {n}" for k, n in result["codebooks"].items()) or "none"),
         ]

@@ -16,7 +16,6 @@ from exl3.evaluate.rows import read_text, text_rows
 from exl3.files import Checkpoint, Tokenizer
 from exl3.models import load
 
-
 # model types that answer nonsense to a text without BOS, whatever their tokenizer's settings say
 DEMANDS_BOS = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 

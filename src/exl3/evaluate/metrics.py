@@ -30,7 +30,7 @@ def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
     Both are logits `(positions, vocab)`; the softmax runs in float32, the sum over the vocabulary in float64.
     """
     if reference.shape != other.shape:
-        raise ArgumentError(f"logits of the two models have shapes {tuple(reference.shape)} and {tuple(other.shape)}: not the same vocabulary")
+        raise ArgumentError(f"logits have shapes {tuple(reference.shape)} and {tuple(other.shape)}: not the same vocabulary")
     p = torch.log_softmax(reference.float(), -1)
     q = torch.log_softmax(other.float(), -1)
     return (p.exp() * (p - q)).sum(-1, dtype=torch.float64)

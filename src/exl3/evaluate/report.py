@@ -41,7 +41,8 @@ def _markdown(results: Sequence[Comparison], picture: bool) -> str:
     for r in results:
         s = r.summary
         lines.append(
-            f"| {os.path.basename(r.quantized.rstrip('/'))} | {r.bits_per_weight:.3f} | {r.head_bits or '-'} | {r.bytes_quantized / 2**20:.1f} "
+            f"| {os.path.basename(r.quantized.rstrip('/'))} | {r.bits_per_weight:.3f} | {r.head_bits or '-'} "
+            f"| {r.bytes_quantized / 2**20:.1f} "
             f"| {s.kl_mean:.5f} | {s.kl_median:.5f} | {s.kl_p99:.4f} | {100 * s.top1:.2f} % | {s.perplexity_quantized:.3f} |"
         )
     lines += ["", "![KL and perplexity against size](report.png)" if picture else "(No picture: matplotlib is not installed.)", ""]
