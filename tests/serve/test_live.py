@@ -1,0 +1,167 @@
+"""The server behind a real socket: clients that go away, shutdown, the command line."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+
+@contextlib.contextmanager
+def running(model, **options):
+    import uvicorn
+
+    from exl3.serve import create_app
+
+    app = create_app(model, model_name="tiny", grace=options.pop("grace", 1.0), **options)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=3))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 30
+    while not (server.started and server.servers) and time.monotonic() < end:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield app, port, server, thread
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def send(port, body, path="/v1/completions"):
+    """A raw request; the connection is the caller's to break."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def wait_for(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+def post(port, body):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as r:
+        return json.loads(r.read())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_takes_its_job_along(model, stream):
+    with running(model) as (app, port, _, _):
+        engine = app.state.server.engine
+        body = {"prompt": "Hello", "max_tokens": 900, "stream": stream, "ignore_eos": True, "n": 2}
+        connection = send(port, body)
+        wait_for(lambda: engine.generator.num_active_jobs() == 2)
+        if stream:
+            assert b"200 OK" in connection.recv(1000)
+        connection.close()
+        wait_for(lambda: engine.generator.num_remaining_jobs() == 0 and not engine.jobs)
+        assert engine.generator.pagetable.referenced == 0
+        assert app.state.server.metrics.cancelled == 1
+        assert post(port, {"prompt": "x", "max_tokens": 2, "ignore_eos": True})["usage"]["completion_tokens"] == 2
+
+
+def test_shutdown_lets_answers_finish(model):
+    with running(model, grace=20.0) as (app, port, server, _):
+        engine, answers = app.state.server.engine, []
+        thread = threading.Thread(target=lambda: answers.append(post(port, {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True})))
+        thread.start()
+        wait_for(lambda: engine.generator.num_active_jobs() == 1)
+        server.should_exit = True
+        thread.join(30)
+        assert answers[0]["usage"]["completion_tokens"] == 60
+
+
+def test_queue_limit(model):
+    from exl3.serve.protocol import Limits
+
+    with running(model, limits=Limits(max_queue=2), grace=0) as (app, port, _, _):
+        body = {"prompt": "Hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        connections = [send(port, body) for _ in range(2)]
+        engine = app.state.server.engine
+        wait_for(lambda: engine.generator.num_remaining_jobs() == 2)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(port, {"prompt": "x", "max_tokens": 1})
+        assert caught.value.code == 429 and caught.value.headers["retry-after"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as r:
+            assert r.status == 200
+        for c in connections:
+            c.close()
+        wait_for(lambda: engine.generator.num_remaining_jobs() == 0)
+
+
+def test_command_line(model):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "exl3", "serve", model.path, "--port", str(port), "--device", "cpu", "--cache-bits", "8,6", "--cache-tokens",
+         "512"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "EXL3_API_KEY": "k"},
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def up():
+            if process.poll() is not None:
+                raise AssertionError(process.stdout.read())
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=10) as r:
+                    return r.status == 200
+            except OSError:
+                time.sleep(0.2)
+                return False
+
+        wait_for(up, 90)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(port, {"prompt": "x"})
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+def test_chat_page_in_a_browser(model):
+    """Types a message into the page in a headless browser and reads the answer. Needs playwright with a browser."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with running(model) as (app, port, _, _), playwright.sync_playwright() as p:
+        try:
+            browser = p.chromium.launch()
+        except playwright.Error as error:
+            pytest.skip(f"no browser: {error}")
+        page = browser.new_page()
+        foreign = []
+        page.on("request", lambda r: foreign.append(r.url) if f":{port}/" not in r.url else None)
+        errors = []
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_function("document.getElementById('model').textContent === 'tiny'")
+        page.fill("#text", "Hello")
+        page.press("#text", "Enter")
+        page.wait_for_selector(".message.assistant")
+        page.wait_for_function("document.querySelector('.message.assistant')?.textContent.length > 0")
+        assert page.inner_text(".message.user") == "Hello"
+        if page.inner_text("#send") == "Stop":
+            page.click("#send")
+        page.wait_for_function("document.getElementById('send').textContent === 'Send'")
+        wait_for(lambda: app.state.server.engine.generator.num_remaining_jobs() == 0)
+        page.click("#fresh")
+        assert page.locator(".message").count() == 0 and not foreign and not errors
+        browser.close()
