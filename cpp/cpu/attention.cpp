@@ -104,7 +104,11 @@ static void page_part(const exl3_attention_args& a, const float* q, int group, i
     const int heads = group - g0 < 8 ? group - g0 : 8;
     for (int i = 0; i < count; i += kDepth) {
       const int some = count - i < kDepth ? count - i : kDepth;
-      for (int j = 0; j < some; j++) read_head(keys, c, page, lo + i + j, head, rows + j * n);
+      for (int j = 0; j < some; j++) {
+        prefetch_head(keys, c, page, lo + i + j + 2 * kDepth, head);
+        prefetch_head(values, c, page, lo + i + j, head);
+        read_head(keys, c, page, lo + i + j, head, rows + j * n);
+      }
       for (int j = some; j < kDepth; j++) memset(rows + j * n, 0, sizeof(float) * n);
       for (int g = 0; g < heads; g++) dot8(q + (g0 + g) * n, rows, n, score + g * EXL3_PAGE + i);
     }

@@ -101,6 +101,17 @@ static inline void decode_group(const uint32_t* words, int bits, float scale, fl
 #endif
 }
 
+// Asks for one head of one token that will be read soon: the heads of a token lie together, so one head's rows are a stride apart and the
+// hardware's own prefetch falls behind.
+static inline void prefetch_head(const Side& s, const exl3_cache_layer& c, int64_t page, int place, int head) {
+#if defined(__AVX2__)
+  if (place >= EXL3_PAGE) return;
+  const char* at = s.bits == 16 ? (const char*)half_at(s, c, page, place, head) : (const char*)codes_at(s, c, page, place, head);
+  const int bytes = c.head_dim * s.bits / 8;
+  for (int i = 0; i < bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
+#endif
+}
+
 // One head of one token: fp16 as it is, codes in the rotated basis.
 static inline void read_head(const Side& s, const exl3_cache_layer& c, int64_t page, int place, int head, float* out) {
   if (s.bits == 16) {
