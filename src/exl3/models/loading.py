@@ -128,4 +128,4 @@ def context(model: Model, need: memory.Need, device: torch.device, max_tokens: i
         return max_tokens
     room = memory.available_bytes(device) - memory.reserve_bytes(device) - need.total_bytes
     fits = max(PAGE, room // max(per_token, 1) // PAGE * PAGE)
-    return min(model.config.max_position_embeddings, fits)
+    return int(min(model.config.max_position_embeddings, fits))

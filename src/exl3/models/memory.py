@@ -83,7 +83,7 @@ def workspace_bytes(model: Any, tokens: int = 2048) -> int:
     """Bytes of activations for a prefill chunk of `tokens`: stream, q/k/v, intermediate and a row of logits, in fp32."""
     c = model.config
     width = 2 * c.hidden_size + 2 * (c.num_attention_heads + c.kv_heads) * c.head_size + 3 * c.intermediate_size
-    return 4 * (tokens * width + 16 * c.vocab_size)
+    return int(4 * (tokens * width + 16 * c.vocab_size))
 
 
 def check(need: Need, device: torch.device | str, what: str) -> None:

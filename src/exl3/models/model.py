@@ -130,7 +130,8 @@ class Model(nn.Module):
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream at the first block, `(tokens, hidden_size)` fp32; fills the step's rotary tables."""
         self.prepare(batch)
-        return self.model.embed_tokens(batch.ids)
+        x: Tensor = self.model.embed_tokens(batch.ids)
+        return x
 
     def head(self, x: Tensor, batch: Batch) -> Tensor:
         """Logits `(len(logits_at) or tokens, vocab_size)` fp32 of the residual stream after the last block."""
@@ -157,7 +158,7 @@ class Model(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return int(self.config.vocab_size)
 
     @property
     def tokenizer(self) -> Any:
@@ -209,7 +210,7 @@ class Model(nn.Module):
         self, index: int, checkpoint: Checkpoint, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Block:
         """Fill block `index` from `checkpoint` and return it; `unload_block` empties it. `dtype`: of dense matrices, default as stored."""
-        block = self.blocks[index]
+        block: Block = self.blocks[index]
         self.load_modules({block.key: block}, checkpoint, device, dtype)
         return block
 

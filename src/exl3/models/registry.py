@@ -38,7 +38,8 @@ def family(config: dict[str, Any]) -> type[Model]:
     if name not in FAMILIES:
         raise UnsupportedError(f"config.json: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     module, cls = FAMILIES[name]
-    return getattr(importlib.import_module(f"exl3.models.{module}"), cls)
+    found: type[Model] = getattr(importlib.import_module(f"exl3.models.{module}"), cls)
+    return found
 
 
 def build(config: dict[str, Any]) -> Model:

@@ -68,7 +68,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False, dtype: torch.dtype | None = None) -> Tensor:
         """x `(rows, in_features)` -> `(rows, out_features)` of `dtype`; `accumulate` adds into fp32 `out`."""
         if self.exl3 is not None:
-            return ops.linear(x, self.exl3, out=out, accumulate=accumulate, dtype=dtype)
+            y: Tensor = ops.linear(x, self.exl3, out=out, accumulate=accumulate, dtype=dtype)
+            return y
         assert self.weight is not None
         return ops.dense(x, self.weight, self.bias, out=out, accumulate=accumulate, dtype=dtype)
 
@@ -94,7 +95,9 @@ def project(
     """
     weights = exl3_weights(linears)
     if weights and (norm is None or norm.fusable):
-        return ops.linear(x, weights, norm=None if norm is None else norm.scale, eps=0.0 if norm is None else norm.eps, dtype=dtype)
+        scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
+        results: tuple[Tensor, ...] = ops.linear(x, weights, norm=scale, eps=eps, dtype=dtype)
+        return results
     if norm is not None:
         x = norm(x, dtype=norm_dtype or dtype)
     return tuple(linear(x, dtype=dtype) for linear in linears)
@@ -103,8 +106,10 @@ def project(
 def project_out(x: Tensor, linear: Linear, residual: Tensor | None) -> Tensor:
     """linear(x) in fp32: added in place to `residual` where given (and that returned), else a new tensor."""
     if residual is None:
-        return linear(x, dtype=torch.float32)
+        y: Tensor = linear(x, dtype=torch.float32)
+        return y
     if linear._forward_hooks:  # an output hook is to see the product, not the stream
         ops.add_(residual, linear(x, dtype=torch.float32))
-        return residual
-    return linear(x, out=residual, accumulate=True)
+    else:
+        linear(x, out=residual, accumulate=True)
+    return residual

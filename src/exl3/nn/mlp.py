@@ -59,7 +59,8 @@ class MLP(nn.Module):
         weights = exl3_weights(pair)
         if weights and (norm is None or norm.fusable):
             scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
-            return ops.linear(x, weights, norm=scale, eps=eps, activation=self.activation, dtype=self.dtype)
+            y: Tensor = ops.linear(x, weights, norm=scale, eps=eps, activation=self.activation, dtype=self.dtype)
+            return y
         gate, up = project(x, pair, norm=norm, dtype=self.dtype)
         return ops.act_mul(gate, up, self.activation, self.activation_params())
 

@@ -207,8 +207,9 @@ class Rotary:
             trained = int(self.settings["original_max_position_embeddings"])
             long = (*self._frequencies(device, trained + 1), trained, batch.token_row, batch.lengths)
         inv_freq, scale = self._frequencies(device, length)
-        batch.tables[self.name] = ops.rotary_table(batch.positions, inv_freq, scale, long=long)
-        return batch.tables[self.name]
+        table = ops.rotary_table(batch.positions, inv_freq, scale, long=long)
+        batch.tables[self.name] = table
+        return table
 
     def table(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The table of this step, computed on first use."""
