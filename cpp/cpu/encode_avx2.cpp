@@ -31,11 +31,10 @@ struct V16 {
   static float smallest(T v) {
     return (float)_mm_extract_epi16(_mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1))), 0);
   }
-  // a and b interleaved word by word
-  static void zip(T a, T b, T& first, T& second) {
-    const T low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
-    first = _mm256_permute2x128_si256(low, high, 0x20), second = _mm256_permute2x128_si256(low, high, 0x31);
-  }
+  static T interleave_low(T a, T b) { return _mm256_unpacklo_epi16(a, b); }
+  static T interleave_high(T a, T b) { return _mm256_unpackhi_epi16(a, b); }
+  static T load_parts(const uint16_t* p, int apart) { return _mm256_loadu2_m128i((const __m128i*)(p + apart), (const __m128i*)p); }
+  static void store_parts(uint16_t* p, int apart, T v) { _mm256_storeu2_m128i((__m128i*)(p + apart), (__m128i*)p, v); }
 #if defined(__GNUC__)
   static void pin(T& v) { asm volatile("" : "+x"(v)); }
 #else

@@ -37,11 +37,15 @@ struct V16 {
     const __m256i h = _mm256_min_epu16(_mm512_extracti64x4_epi64(v, 0), _mm512_extracti64x4_epi64(v, 1));
     return (float)_mm_extract_epi16(_mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1))), 0);
   }
-  // a and b interleaved word by word
-  static void zip(T a, T b, T& first, T& second) {
-    const T low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
-    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    first = _mm512_permutex2var_epi64(low, front, high), second = _mm512_permutex2var_epi64(low, back, high);
+  static T interleave_low(T a, T b) { return _mm512_unpacklo_epi16(a, b); }
+  static T interleave_high(T a, T b) { return _mm512_unpackhi_epi16(a, b); }
+  static T load_parts(const uint16_t* p, int apart) {
+    const __m256i low = _mm256_loadu2_m128i((const __m128i*)(p + apart), (const __m128i*)p);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu2_m128i((const __m128i*)(p + 3 * apart), (const __m128i*)(p + 2 * apart)), 1);
+  }
+  static void store_parts(uint16_t* p, int apart, T v) {
+    _mm256_storeu2_m128i((__m128i*)(p + apart), (__m128i*)p, _mm512_extracti64x4_epi64(v, 0));
+    _mm256_storeu2_m128i((__m128i*)(p + 3 * apart), (__m128i*)(p + 2 * apart), _mm512_extracti64x4_epi64(v, 1));
   }
   static void pin(T&) {}
 };

@@ -29,25 +29,24 @@ template <class V> struct Out {
   }
 };
 
-// From [x][lane] to [lane][x]: a register's lanes are groups, whose targets lie together.
-template <bool Compare> inline void transpose(const V16::T* v, int x_count, uint16_t* to, Out<V16>& out) {
-  using V = V16;
-  using T = V::T;
-  if (x_count == 2) {
-    T a, b;
-    V::zip(v[0], v[1], a, b);
-    out.store<Compare>(to, a), out.store<Compare>(to + V::lanes, b);
-    return;
-  }
-  // zipping x with x + count / 2 over and over brings x to the fast side
-  T w[2][16];
-  const T* from = v;
-  for (int round = 0, count = x_count; 1 << round < x_count; round++) {
-    T* next = w[round & 1];
-    for (int i = 0; i < count / 2; i++) V::zip(from[i], from[i + count / 2], next[2 * i], next[2 * i + 1]);
+// From [x][lane] to [lane][x]: a register's lanes are groups, whose targets lie together. Interleaving works on 128-bit parts of registers, so
+// each part is stored by itself: part p of the i-th register is the i-th piece of groups 8 p .. 8 p + 7.
+template <bool Compare, int X> inline void transpose(const V16::T* v, uint16_t* to, Out<V16>& out) {
+  V16::T w[2][X];
+  const V16::T* from = v;
+  for (int round = 0; 1 << round < X; round++) {
+    V16::T* next = w[round & 1];
+    // interleaving x with x + X / 2 over and over brings x to the fast side
+    for (int i = 0; i < X / 2; i++) {
+      next[2 * i] = V16::interleave_low(from[i], from[i + X / 2]);
+      next[2 * i + 1] = V16::interleave_high(from[i], from[i + X / 2]);
+    }
     from = next;
   }
-  for (int i = 0; i < x_count; i++) out.store<Compare>(to + i * V::lanes, from[i]);
+  for (int i = 0; i < X; i++) {
+    if (Compare) out.differ = V16::either(out.differ, V16::different(from[i], V16::load_parts(to + 8 * i, 8 * X)));
+    V16::store_parts(to + 8 * i, 8 * X, from[i]);
+  }
 }
 
 // Lanes over groups: the costs of `lanes` neighbouring nodes are one load. V::pin keeps the compiler from interleaving edges, which takes
@@ -85,7 +84,7 @@ template <int Rings, int X> void over_groups(const StepTable& t, Step* steps) {
     }
     for (int r = 0; r < Rings; r++) {
       uint16_t* to = (uint16_t*)steps[r].to + (ptrdiff_t)g * X;
-      steps[r].compare ? transpose<true>(all[r], X, to, out[r]) : transpose<false>(all[r], X, to, out[r]);
+      steps[r].compare ? transpose<true, X>(all[r], to, out[r]) : transpose<false, X>(all[r], to, out[r]);
     }
   }
   for (int r = 0; r < Rings; r++) out[r].finish(steps[r]);

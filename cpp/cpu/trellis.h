@@ -18,7 +18,7 @@
 
 namespace exl3::cpu {
 
-constexpr int kMaxRows = 128;       // rows of one batch
+constexpr int kMaxRows = 64;        // rows of one batch
 constexpr int kUnitLimit = 32767;   // largest quantized activation for mul1: 16 products of 1020 * 32767 fit 32 bits
 constexpr int kByteLimit = 127;        // for mul1 with planes = 1
 constexpr int kUnitLimitHalf = 4095;  // for 3inst and mcg: 16 products of 32752 * 4095 fit 32 bits

@@ -107,6 +107,7 @@ class Library:
     """One copy of the library, whose tier EXL3_CPU_MAX_ISA decides on first use: so each tier needs its own copy."""
 
     def __init__(self, path: Path, tier: str, folder: Path) -> None:
+        self.scratch = np.empty(0, np.uint8)  # reused from call to call, as the package does
         copy = folder / f"libexl3_cpu_{tier}.so"
         shutil.copyfile(path, copy)
         before = os.environ.get("EXL3_CPU_MAX_ISA")
@@ -215,8 +216,10 @@ class Library:
         states, values = np.zeros((n, 256), np.uint16), np.full((n, 256), np.nan, np.float32)
         a = EncodeArgs(address(tiles), address(states), address(values), 0, 0, n, round(2 * K), CODEBOOKS[codebook],
                        multiplier or MULTIPLIERS[codebook], seam_window)  # fmt: skip
-        space = np.empty(self.table.encode_workspace(ctypes.addressof(a)), np.uint8)
-        a.workspace, a.workspace_bytes = address(space), space.nbytes
+        need = self.table.encode_workspace(ctypes.addressof(a))
+        if self.scratch.nbytes < need:
+            self.scratch = np.empty(need, np.uint8)
+        a.workspace, a.workspace_bytes = address(self.scratch), self.scratch.nbytes
         self.call("encode", a, threads)
         return states, values
 
