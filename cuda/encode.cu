@@ -61,6 +61,8 @@ int encode(const exl3_encode_args* a, void* stream) {
   p.history = (uint16_t*)((uint8_t*)a->workspace + kNodeBytes);
   p.tile_history = history_of_tile(a->k2);
   p.window = a->seam_window ? a->seam_window : 256;
+  const int vector_bytes = most_nodes(a->k2) * 2, fit = (device->shared_bytes - 8192) / vector_bytes;
+  p.depth = fit > 4 ? 4 : fit;
   p.codebook = a->codebook;
   p.multiplier = a->multiplier;
   for (int first = 0; first < a->tiles_count; first += wave) {
@@ -75,7 +77,7 @@ int encode(const exl3_encode_args* a, void* stream) {
       const dim3 grid(units < device->sms ? units : device->sms);
       int status = launch((several ? entry.forward : entry.small)[kind], grid, kSearchThreads,
                           several ? entry.forward_shared : entry.small_shared, 1, p, stream, "encode: search");
-      if (!status) status = launch(entry.trace, dim3((p.count + 1) / 2), 64, 0, 1, p, stream, "encode: traceback");
+      if (!status) status = launch(entry.trace, dim3(p.count), entry.trace_threads, p.depth * vector_bytes, 1, p, stream, "encode: traceback");
       if (status) return status;
     }
   }

@@ -14,7 +14,7 @@
 namespace exl3 {
 
 __device__ __forceinline__ __half code_half(uint32_t state, int codebook, uint32_t multiplier) {
-  if (codebook == EXL3_MUL1) return __float2half_rn((float)(1024 + byte_sum(state, multiplier)) * kMul1Scale + kMul1Shift);
+  if (codebook == EXL3_MUL1) return __float2half_rn((float)__dp4a(state * multiplier, 0x01010101u, 1024u) * kMul1Scale + kMul1Shift);
   const uint32_t p = half_pair(state, multiplier, codebook == EXL3_3INST ? k3instAddend : 0u);
   return __hadd(__ushort_as_half((unsigned short)p), __ushort_as_half((unsigned short)(p >> 16)));
 }
@@ -36,8 +36,15 @@ struct Search {
   static constexpr int kCostBytes = kNodes * (kByNode ? 4 : 2);
 };
 
-// Every eighth step, once all nodes can be reached, one node's cost is taken off all: differences matter alone, and fp16 stays fine.
+// Every eighth step, once all nodes can be reached, the least cost of the first nodes is taken off all: differences matter alone, and fp16
+// stays fine near zero.
 __device__ __forceinline__ bool lowers(int step) { return step >= 23 && (step & 7) == 7; }
+__device__ __forceinline__ __half2 lowering(const __half2* cost) {  // of 32 halves
+  __half2 least = cost[0];
+#pragma unroll
+  for (int i = 1; i < 16; i++) least = __hmin2(least, cost[i]);
+  return __half2half2(__hneg(__hmin(__low2half(least), __high2half(least))));
+}
 
 struct SearchShared {
   __half2 target[256];  // minus the target, twice
@@ -153,7 +160,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
         const __half2* from = (const __half2*)(shared + (current * TILES + t) * S::kCostBytes);
         uint8_t* to = shared + ((current ^ 1) * TILES + t) * S::kCostBytes;
         const __half2 target = space[t].target[position];
-        const __half2 down = lowers(step) ? __half2half2(__hneg(__low2half(from[0]))) : __half2half2(__ushort_as_half(0));
+        const __half2 down = lowers(step) ? lowering(from) : __half2half2(__ushort_as_half(0));
 #pragma unroll
         for (int a = 0; a < S::kPairs; a++) {
           const int pair = pair0 + a * kPairStep;
@@ -265,7 +272,7 @@ template <int DI, int DO, bool BYTES>
 __device__ __forceinline__ void step_in_place(__half* cost, __half2 target, bool lower, __half2 unit, uint32_t multiplier, uint32_t addend) {
   constexpr int kOut = 1 << (16 - DO), kEach = kOut / 2 / kSearchThreads;
   __half2 least[kEach];
-  const __half2 down = lower ? __half2half2(__hneg(cost[0])) : __half2half2(__ushort_as_half(0));
+  const __half2 down = lower ? lowering((const __half2*)cost) : __half2half2(__ushort_as_half(0));
 #pragma unroll
   for (int e = 0; e < kEach; e++) {
     const uint32_t o = 2 * (threadIdx.x + e * kSearchThreads);  // this node and the next: the same predecessors
@@ -321,88 +328,103 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search_in_place(const __gri
 #endif
 }
 
-// One way through steps start .. done-1 that ends in `node`: its error, and in *first the node before it. The way's low bits belong to
-// the last step.
-template <int K2, bool BYTES>
-__device__ __forceinline__ float walk(const EncodeParams& p, const float* targets, uint32_t node, uint32_t way, int start, int done, uint32_t* first) {
-  float error = 0.f;
-#pragma unroll
-  for (int i = 0; i < stride_of(K2); i++) {
-    const int s = done - 1 - i;
-    if (s < start) break;
-    const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
-    const uint32_t state = (way & ((1u << next) - 1)) << (16 - next) | node;
-    way >>= next;
-    const float d = __half2float(code_half(state, BYTES ? EXL3_MUL1 : p.codebook, p.multiplier)) - targets[position];
-    error += d * d;
-    node = state >> fresh_bits(K2, position);
-  }
-  *first = node;
-  return error;
-}
+constexpr __host__ __device__ int ways_of(int k2) { return 1 << (stride_of(k2) * k2 / 2); }  // through a whole stride
+constexpr __host__ __device__ int trace_threads(int k2) { return ways_of(k2) > 128 ? ways_of(k2) : 128; }
 
-// Walks back from the end, one warp a tile, a stride of steps at a time: every way through them, from the stored costs before them.
+// Walks back from the end, one block a tile, a stride of steps at a time: every thread tries one way through them, from the stored costs
+// before them. Which cost vectors come next is known, so they stream through a ring in shared memory.
 template <int K2, bool BYTES>
-__device__ __forceinline__ void trace_tile(const EncodeParams& p, int tile, int lane, const float* targets) {
-  constexpr int kStride = stride_of(K2), kWays = 1 << (kStride * K2 / 2), kEach = kWays > 32 ? kWays / 32 : 1;
+__device__ __forceinline__ void trace_tile(const EncodeParams& p, int tile) {
+  constexpr int kStride = stride_of(K2), kThreads = trace_threads(K2), kNodes = most_nodes(K2);
   constexpr float kUnit = unit_of(K2);
+  extern __shared__ __align__(16) uint8_t shared[];  // [p.depth][nodes] fp16
+  __shared__ float targets[256];
+  __shared__ unsigned long long least[2][kThreads / 32];
+  __shared__ uint32_t next_node[2];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, way = threadIdx.x;
+  for (int i = threadIdx.x; i < 256; i += kThreads) targets[i] = __half2float(__float2half_rn(p.tiles[(int64_t)tile * 256 + i]));
   const int steps = steps_of(p), stop = p.pass ? 0 : p.window / 2;
   const uint32_t seam = p.pass ? (uint32_t)p.seam[tile] : 0u;
+  const uint16_t* history = p.history + tile * p.tile_history;
+  auto fetch = [&](int chunk) {  // the vector before chunk `chunk`, counted from the end
+    if (steps - (chunk + 1) * kStride > 0 && steps - chunk * kStride > stop) {
+      const uint8_t* from = (const uint8_t*)(history + (int64_t)chunk * kNodes);
+      uint8_t* to = shared + chunk % p.depth * kNodes * 2;
+      for (int i = threadIdx.x * 16; i < kNodes * 2; i += kThreads * 16) ptx::copy16(to + i, from + i);
+    }
+    ptx::copy_commit();
+  };
+  for (int i = 0; i < p.depth; i++) fetch(i);
   uint32_t node = p.pass ? seam : (uint32_t)p.end[tile];
   int done = steps;
-  while (done > stop) {
-    const int start = done > kStride ? done - kStride : 0;
-    const uint16_t* vector = start ? p.history + tile * p.tile_history + slot_of(start, steps, kStride) * most_nodes(K2) : nullptr;
-    float best = 3e38f;
-    uint32_t best_way = 0;
+  for (int chunk = 0; done > stop; chunk++) {
+    const int start = max(0, done - kStride), turn = chunk & 1;
+    switch (p.depth) {  // the oldest copy has arrived
+      case 1: ptx::copy_wait<0>(); break;
+      case 2: ptx::copy_wait<1>(); break;
+      case 3: ptx::copy_wait<2>(); break;
+      default: ptx::copy_wait<3>(); break;
+    }
+    __syncthreads();
+    uint16_t state[kStride];
+    float error = 0.f;
+    uint32_t at = node, rest = way, passed = node;  // passed: the node at the seam, should this chunk reach beyond it
     int bits = 0;
-    for (int s = start; s < done; s++) bits += fresh_bits(K2, position_of(p, s) + 1);
-    float error[kEach], before[kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; i++) {  // all loads under way before the first is used
-      uint32_t first;
-      error[i] = walk<K2, BYTES>(p, targets, node, lane + 32 * i, start, done, &first) * (kUnit * kUnit);
-      const bool real = (uint32_t)(lane + 32 * i) < 1u << bits;
-      before[i] = !real ? 1e30f : vector ? __half2float(__ushort_as_half(__ldg(vector + first))) : p.pass && first != seam ? 1e30f : 0.f;
+    for (int i = 0; i < kStride; i++) {
+      const int s = done - 1 - i;
+      state[i] = 0;
+      if (s < start) continue;
+      const int position = position_of(p, s), fresh = fresh_bits(K2, position + 1);
+      state[i] = (uint16_t)((rest & ((1u << fresh) - 1)) << (16 - fresh) | at);
+      rest >>= fresh;
+      bits += fresh;
+      const float d = __half2float(code_half(state[i], BYTES ? EXL3_MUL1 : p.codebook, p.multiplier)) - targets[position];
+      error += d * d;
+      at = state[i] >> fresh_bits(K2, position);
+      if (s >= stop) passed = at;
     }
+    float cost = 3e38f;
+    if (way < 1 << bits) {
+      const float before = start ? __half2float(__ushort_as_half(((const uint16_t*)shared)[chunk % p.depth * kNodes + at])) : p.pass && at != seam ? 1e30f : 0.f;
+      cost = before + error * (kUnit * kUnit);
+    }
+    // the cheapest way, the lowest among equals: costs as unsigned numbers in the same order, the way below them
+    const uint32_t raw = __float_as_uint(cost), key = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+    const uint32_t best = __reduce_min_sync(~0u, key), best_way = __reduce_min_sync(~0u, key == best ? (uint32_t)way : ~0u);
+    if (lane == 0) least[turn][warp] = (unsigned long long)best << 32 | best_way;
+    __syncthreads();
+    unsigned long long all = least[turn][0];
 #pragma unroll
-    for (int i = 0; i < kEach; i++)
-      if (before[i] + error[i] < best) {
-        best = before[i] + error[i];
-        best_way = lane + 32 * i;
-      }
-    // costs in the order of unsigned numbers
-    const uint32_t raw = __float_as_uint(best), key = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-    const uint32_t least = __reduce_min_sync(~0u, key);
-    best_way = __reduce_min_sync(~0u, key == least ? best_way : ~0u);
-    for (int s = done - 1; s >= start && s >= stop; s--) {
-      const int position = position_of(p, s), next = fresh_bits(K2, position + 1);
-      const uint32_t state = (best_way & ((1u << next) - 1)) << (16 - next) | node;
-      best_way >>= next;
-      node = state >> fresh_bits(K2, position);
-      if (p.pass && lane == 0) {
-        p.states[(int64_t)tile * 256 + position] = (uint16_t)state;
-        if (p.values) p.values[(int64_t)tile * 256 + position] = __half2float(code_half(state, BYTES ? EXL3_MUL1 : p.codebook, p.multiplier));
-      }
+    for (int w = 1; w < kThreads / 32; w++) all = min(all, least[turn][w]);
+    if ((uint32_t)all == (uint32_t)way) {
+      next_node[turn] = passed;
+#pragma unroll
+      for (int i = 0; i < kStride; i++)
+        if (p.pass && done - 1 - i >= start) p.states[(int64_t)tile * 256 + done - 1 - i] = state[i];
     }
+    fetch(chunk + p.depth);
+    __syncthreads();
+    node = next_node[turn];
     done = start;
   }
-  if (!p.pass && lane == 0) p.seam[tile] = (int32_t)node;
+  if (!p.pass) {
+    if (threadIdx.x == 0) p.seam[tile] = (int32_t)node;
+  } else if (p.values) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < 256; i += kThreads)
+      p.values[(int64_t)tile * 256 + i] = __half2float(code_half(p.states[(int64_t)tile * 256 + i], BYTES ? EXL3_MUL1 : p.codebook, p.multiplier));
+  }
 }
 
 template <int K2>
-__global__ void __launch_bounds__(64) trace_back(const __grid_constant__ EncodeParams p) {
+__global__ void __launch_bounds__(trace_threads(K2)) trace_back(const __grid_constant__ EncodeParams p) {
 #if __CUDA_ARCH__ >= 800
-  __shared__ float targets[2][256];
   ptx::wait_for_previous();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x * 2 + warp;
-  if (tile >= p.count) return;
-  for (int i = lane; i < 256; i += 32) targets[warp][i] = __half2float(__float2half_rn(p.tiles[(int64_t)tile * 256 + i]));
-  __syncwarp();
   if (p.codebook == EXL3_MUL1)
-    trace_tile<K2, true>(p, tile, lane, targets[warp]);
+    trace_tile<K2, true>(p, blockIdx.x);
   else
-    trace_tile<K2, false>(p, tile, lane, targets[warp]);
+    trace_tile<K2, false>(p, blockIdx.x);
 #endif
 }
 

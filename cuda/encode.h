@@ -17,6 +17,7 @@ struct EncodeParams {
   int64_t tile_history; // elements
   int32_t count, window, codebook;
   uint32_t multiplier;
+  int32_t depth;        // cost vectors in flight of the traceback
   int32_t pass;         // 0: round the seam, free start; 1: the ring, seam fixed at both ends
 };
 
@@ -30,6 +31,7 @@ inline constexpr __host__ __device__ int boundaries_of(int k2) { return 256 / st
 struct EncodeEntry {
   void (*forward[2])(EncodeParams);  // mul1; 3inst and mcg
   void (*trace)(EncodeParams);
+  int trace_threads;
   int tiles;                         // a block searches at a time
   int forward_shared;                // bytes
   void (*small[2])(EncodeParams);    // one tile at a time, for few tiles and for cards with little shared memory

@@ -9,17 +9,17 @@ namespace exl3 {
 #if EXL3_K2 == 2  // two cost buffers are 128 KiB: too many for the smaller cards
 EncodeEntry encode_entry_2() {
   constexpr int kBytes = 2 * Search<1>::kCostBytes;
-  return {{search<1, 1>, search<1, 1>}, trace_back<2>, 1, kBytes, {search_in_place<2, true>, search_in_place<2, false>}, 2 * most_nodes(2)};
+  return {{search<1, 1>, search<1, 1>}, trace_back<2>, trace_threads(2), 1, kBytes, {search_in_place<2, true>, search_in_place<2, false>}, 2 * most_nodes(2)};
 }
 #elif EXL3_K2 % 2 == 0
 EncodeEntry EXL3_CONCAT(encode_entry_, EXL3_K2)() {
   constexpr int kRate = EXL3_K2 / 2, kBytes = 2 * Search<kRate>::kCostBytes;
-  return {{search<kRate, 2>, search<kRate, 2>}, trace_back<EXL3_K2>, 2, 2 * kBytes, {search<kRate, 1>, search<kRate, 1>}, kBytes};
+  return {{search<kRate, 2>, search<kRate, 2>}, trace_back<EXL3_K2>, trace_threads(EXL3_K2), 2, 2 * kBytes, {search<kRate, 1>, search<kRate, 1>}, kBytes};
 }
 #else
 EncodeEntry EXL3_CONCAT(encode_entry_, EXL3_K2)() {
   constexpr int kBytes = 2 * most_nodes(EXL3_K2);
-  return {{search_in_place<EXL3_K2, true>, nullptr}, trace_back<EXL3_K2>, 1, kBytes, {search_in_place<EXL3_K2, true>, nullptr}, kBytes};
+  return {{search_in_place<EXL3_K2, true>, nullptr}, trace_back<EXL3_K2>, trace_threads(EXL3_K2), 1, kBytes, {search_in_place<EXL3_K2, true>, nullptr}, kBytes};
 }
 #endif
 

@@ -56,8 +56,9 @@ struct Plan {
 static int choose_slices(int units, int blocks, int sms) {
   int best = 1;
   double best_cost = 1e30;
-  for (int s = 1; s <= kMaxSlices && s <= blocks; s *= 2) {
-    const int64_t all = (int64_t)units * s, each = (all + sms - 1) / sms;
+  for (int s = 1; s <= kMaxSlices && s <= blocks; s += s < 4 ? 1 : 4) {
+    const int usable = s > 4 ? sms * 10 / 11 : s > 1 ? sms * 32 / 33 : sms;  // large clusters leave some multiprocessors out
+    const int64_t all = (int64_t)units * s, each = (all + usable - 1) / usable;
     const double work = (double)each * ((blocks + s - 1) / s);          // rows of tiles on the busiest multiprocessor
     const double cost = work + 3.0 * (double)each + (each < 2 ? 4.0 : 0.0);  // what a block costs besides, and too few warps
     if (cost < best_cost) {
@@ -112,15 +113,22 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   plan.row_tiles = few ? 1 : (a->rows + plan.blocks * 8 - 1) / (plan.blocks * 8);
   p.slices = choose_slices(plan.units * plan.row_tiles, p.blocks, device.sms);
   if (const char* s = getenv("EXL3_CUDA_SLICES")) p.slices = atoi(s);
+  auto cut = [&] {
+    p.slice_blocks = p.blocks / p.slices;
+    p.slice_rest = p.blocks % p.slices;
+  };
+  cut();
   if (few) {
     plan.mode = bytes ? kBytes : kPairs;
     p.image_columns = bytes ? p.planes * a->rows : a->rows;
     if (p.image_columns > 8) p.image_columns = 16;
     plan.blocks = p.image_columns > 8 ? 2 : 1;
     const int images = p.rotations > 1 && p.segments > 1 ? 2 : 1;
-    while (p.slices < kMaxSlices && p.slices * 2 <= p.blocks &&
-           images * widest_slice(p) * 8 * p.image_columns * image_column_bytes(plan.mode) > kResidentImage)
+    while (p.slices * 2 <= kMaxSlices && p.slices * 2 <= p.blocks &&
+           images * widest_slice(p) * 8 * p.image_columns * image_column_bytes(plan.mode) > kResidentImage) {
       p.slices *= 2;
+      cut();
+    }
     p.fused = a->rows <= kFusedRows && a->rows * widest_slice(p) * 512 <= kFusedStage;
   } else {
     plan.mode = bytes ? kDecodeBytes : kDecodePairs;
@@ -269,7 +277,7 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
     if (status) return status;
   }
   const ProductShared shared = product_shared(p, k2, plan.mode, p.image_columns, plan.mode < kDecodeBytes ? a->rows : p.image_columns);
-  return launch(entry->kernel, dim3(plan.units * p.slices, plan.row_tiles), kWarps * 32, shared.total, p.slices, p, stream, "linear");
+  return launch(entry->kernel, dim3(p.slices, plan.units, plan.row_tiles), kWarps * 32, shared.total, p.slices, p, stream, "linear");
 }
 
 int linear(const exl3_linear_args* a, void* stream) {

@@ -33,95 +33,115 @@ __device__ inline float row_scale(const ProductParams& p, int row, float* space)
   return rsqrtf(block_sum<kWarps * 32>(sum, space) / (float)p.in_features + p.norm_eps);
 }
 
-struct InputSpace {  // shared memory of prepare_slice
+struct InputSpace {  // shared memory of prepare_slice; `largest`, `high` and `low` are zero before it
   float sums[kWarps];
   float norm[kRows];
   int largest[kRows];
   int high[kRows], low[kRows];
-  float sum[kRows][kWarps];
 };
+__device__ __forceinline__ void clear(InputSpace& space) {
+  if (threadIdx.x < kRows) space.largest[threadIdx.x] = space.high[threadIdx.x] = space.low[threadIdx.x] = 0;
+}
+// The power of two that brings the largest of a row to 256 .. 512: exact, and far from both ends of fp16. Returned as an exponent.
+__device__ __forceinline__ int half_shift(float largest) {
+  const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
+  return max(-126, min(126, 8 - exponent));
+}
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
 // Rotates rows row0 .. row0+rows-1 of one slice and writes their operands. `stage`: rows * slice * 128 floats. image: of this slice;
-// columns: its stride in columns; scales: [row] with `scale_stride` between rows. Every thread of the block calls it.
+// columns: its stride in columns; scales: [row] with `scale_stride` between rows. Every thread of the block calls it; it ends with a barrier.
 template <int MODE>
 __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh, int slice, int row0, int rows, int first_column, int columns,
                                      float* stage, uint8_t* image, SliceScale* scales, int scale_stride, InputSpace& space, bool norms_known) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int begin = slice_begin(p, slice), blocks = slice_begin(p, slice + 1) - begin;
-  if (p.norm_weight && !norms_known)
+  if (p.norm_weight && !norms_known) {
     for (int r = 0; r < rows; r++) {
       const float s = row_scale(p, row0 + r, space.sums);
       if (threadIdx.x == 0) space.norm[r] = s;
     }
-  if (threadIdx.x < kRows) space.largest[threadIdx.x] = space.high[threadIdx.x] = space.low[threadIdx.x] = 0;
-  __syncthreads();
-  for (int task = warp; task < rows * blocks; task += kWarps) {
-    const int r = task / blocks, b = task % blocks, i = (begin + b) * 128 + 4 * lane;
-    float v[4];
-    load4(row_of(p.x, (int64_t)(row0 + r) * p.x_stride, p.x_dtype), i, p.in_features, p.x_dtype, v);
+    __syncthreads();
+  }
+  for (int r = 0; r < rows; r++) {
+    const void* x = row_of(p.x, (int64_t)(row0 + r) * p.x_stride, p.x_dtype);
+    float most = 0.f;
+    for (int b = warp; b < blocks; b += kWarps) {
+      const int i = (begin + b) * 128 + 4 * lane;
+      const uint2 signs = *(const uint2*)(suh + i);
+      float v[4];
+      load4(x, i, p.in_features, p.x_dtype, v);
+      if (p.norm_weight) {
+        float w[4];
+        load4(p.norm_weight, i, p.in_features, EXL3_F32, w);
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      if (p.norm_weight && i + e < p.in_features) v[e] *= space.norm[r] * p.norm_weight[i + e];
-      v[e] *= half_to_float(suh[i + e]);
+        for (int e = 0; e < 4; e++) v[e] *= space.norm[r] * w[e];
+      }
+      v[0] *= half_to_float((uint16_t)signs.x);
+      v[1] *= half_to_float((uint16_t)(signs.x >> 16));
+      v[2] *= half_to_float((uint16_t)signs.y);
+      v[3] *= half_to_float((uint16_t)(signs.y >> 16));
+      hadamard128(v);
+#pragma unroll
+      for (int e = 0; e < 4; e++) most = fmaxf(most, fabsf(v[e] *= HADAMARD128_SCALE));
+      *(float4*)(stage + (r * blocks + b) * 128 + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
     }
-    hadamard128(v);
-    float largest = 0.f;
-#pragma unroll
-    for (int e = 0; e < 4; e++) largest = fmaxf(largest, fabsf(v[e] *= HADAMARD128_SCALE));
-    *(float4*)(stage + (r * blocks + b) * 128 + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
-    largest = warp_max(largest);
-    if (lane == 0) atomicMax(&space.largest[r], __float_as_int(largest));
+    // non-negative floats order like integers
+    const int most_bits = (int)__reduce_max_sync(~0u, __float_as_uint(most));
+    if (lane == 0 && warp < blocks) atomicMax(&space.largest[r], most_bits);
   }
   __syncthreads();
-  for (int task = warp; task < rows * blocks; task += kWarps) {
-    const int r = task / blocks, b = task % blocks;
+  for (int r = 0; r < rows; r++) {
     const float largest = __int_as_float(space.largest[r]);
-    const float4 f = *(const float4*)(stage + (r * blocks + b) * 128 + 4 * lane);
-    const float v[4] = {f.x, f.y, f.z, f.w};
-    // lane l holds inputs 4(l%4) .. +3 of row of tiles b*8 + l/4; each pair of them goes to one word
-    const int tile_row = b * 8 + lane / 4, c = lane % 4;
-    uint8_t* out = image + (int64_t)(tile_row * columns + first_column) * image_column_bytes(MODE);
-    if constexpr (MODE == kBytes) {
-      const bool two = p.planes == 2;
-      const float inverse = largest > 0.f ? (two ? 32512.f : 127.f) / largest : 0.f;
-      int high = 0, low = 0;
-      uint32_t bytes_high = 0, bytes_low = 0;
+    int high_sum = 0, low_sum = 0;
+    for (int b = warp; b < blocks; b += kWarps) {
+      const float4 f = *(const float4*)(stage + (r * blocks + b) * 128 + 4 * lane);
+      const float v[4] = {f.x, f.y, f.z, f.w};
+      // lane l holds inputs 4(l%4) .. +3 of row of tiles b*8 + l/4; each pair of them goes to one word
+      const int tile_row = b * 8 + lane / 4, c = lane % 4;
+      uint8_t* out = image + (int64_t)(tile_row * columns + first_column) * image_column_bytes(MODE);
+      if constexpr (MODE == kBytes) {
+        const bool two = p.planes == 2;
+        const float inverse = largest > 0.f ? (two ? 32512.f : 127.f) / largest : 0.f;
+        uint32_t bytes_high = 0, bytes_low = 0;
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int q = __float2int_rn(v[e] * inverse), h = two ? (q + 128) >> 8 : q, l = q - (h << 8);
-        high += h;
-        bytes_high |= (uint32_t)(h & 255) << (8 * e);
-        if (two) {
-          low += l;
-          bytes_low |= (uint32_t)(l & 255) << (8 * e);
+        for (int e = 0; e < 4; e++) {
+          const int q = __float2int_rn(v[e] * inverse), h = two ? (q + 128) >> 8 : q, l = q - (h << 8);
+          high_sum += h;
+          bytes_high |= (uint32_t)(h & 255) << (8 * e);
+          if (two) {
+            low_sum += l;
+            bytes_low |= (uint32_t)(l & 255) << (8 * e);
+          }
+        }
+        const int low_column = (columns == 16 ? 8 : p.rows) + r, at = 2 * (c & 1) * 4 + (c >> 1) * 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          *(uint16_t*)(out + r * 16 + at + 4 * half) = (uint16_t)(bytes_high >> (16 * half));
+          if (two) *(uint16_t*)(out + low_column * 16 + at + 4 * half) = (uint16_t)(bytes_low >> (16 * half));
+        }
+      } else {
+        const float scale = power_of_two(half_shift(largest));
+        float sum = 0.f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const __half2 h = __floats2half2_rn(v[2 * half] * scale, v[2 * half + 1] * scale);
+          sum += __low2float(h) + __high2float(h);
+          *(__half2*)(out + r * 32 + (2 * (c & 1) + half) * 8 + (c >> 1) * 4) = h;
+        }
+        if (MODE == kDecodeBytes) {  // partial sums stay with their block: added up in order below
+          sum = warp_sum(sum);
+          if (lane == 0) stage[(r * blocks + b) * 128] = sum;
         }
       }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int at = (2 * (c & 1) + half) * 4 + (c >> 1) * 2;
-        *(uint16_t*)(out + r * 16 + at) = (uint16_t)(bytes_high >> (16 * half));
-        if (two) *(uint16_t*)(out + ((columns == 16 ? 8 : p.rows) + r) * 16 + at) = (uint16_t)(bytes_low >> (16 * half));
+    }
+    if constexpr (MODE == kBytes) {
+      high_sum = __reduce_add_sync(~0u, high_sum);
+      low_sum = __reduce_add_sync(~0u, low_sum);
+      if (lane == 0 && warp < blocks) {
+        atomicAdd(&space.high[r], high_sum);
+        atomicAdd(&space.low[r], low_sum);
       }
-      high = __reduce_add_sync(~0u, high);
-      low = __reduce_add_sync(~0u, low);
-      if (lane == 0) {
-        atomicAdd(&space.high[r], high);
-        atomicAdd(&space.low[r], low);
-      }
-    } else {
-      // a power of two that brings the largest to 256 .. 512: exact, and far from both ends of fp16
-      const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
-      const float scale = __int_as_float((127 + max(-126, min(126, 8 - exponent))) << 23);
-      float sum = 0.f;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const __half2 h = __floats2half2_rn(v[2 * half] * scale, v[2 * half + 1] * scale);
-        sum += __low2float(h) + __high2float(h);
-        *(__half2*)(out + r * 32 + (2 * (c & 1) + half) * 8 + (c >> 1) * 4) = h;
-      }
-      // partial sums stay with the task's block: added up in order below
-      sum = warp_sum(sum);
-      if (lane == 0) stage[(r * blocks + b) * 128] = sum;
     }
   }
   __syncthreads();
@@ -134,13 +154,12 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
       s.sum_high = space.high[r];
       s.sum_low = space.low[r];
     } else {
-      const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
-      s.scale = __int_as_float((127 - max(-126, min(126, 8 - exponent))) << 23);
-      for (int b = 0; b < blocks; b++) s.sum += stage[(r * blocks + b) * 128];
+      s.scale = power_of_two(-half_shift(largest));
+      if (MODE == kDecodeBytes)
+        for (int b = 0; b < blocks; b++) s.sum += stage[(r * blocks + b) * 128];
     }
-    scales[(int64_t)r * scale_stride] = s;
+    scales[(int64_t)r * scale_stride] = s;  // read after the barriers that follow the products
   }
-  __syncthreads();
 }
 
 // The same as a kernel of its own: block (slice, row, rotation).
@@ -149,6 +168,8 @@ __global__ void __launch_bounds__(kWarps * 32, 4) prepare_input(const __grid_con
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ InputSpace space;
   ptx::launch_dependents();
+  clear(space);
+  __syncthreads();
   ptx::wait_for_previous();
   const int slice = blockIdx.x, row = blockIdx.y, rotation = blockIdx.z;
   const int wide = MODE >= kDecodeBytes;  // rows in tiles of image_columns; else columns: planes times rows
@@ -207,7 +228,8 @@ struct Stream {
 template <int K2, int MODE, int NB>
 struct ProductTraits {
   using Sum = typename std::conditional<MODE == kBytes, int, float>::type;
-  static constexpr int kBlocksPerSm = NB >= 4 ? 1 : 2;
+  // three blocks leave room for the next kernel's first ones
+  static constexpr int kBlocksPerSm = NB >= 4 ? 1 : MODE < kDecodeBytes && NB == 1 ? 3 : 2;
 };
 
 template <int K2, int MODE, int NB>
@@ -221,10 +243,10 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
   __shared__ SliceScale scales[2][kResident ? kRows : 1];
 #if __CUDA_ARCH__ >= 900
   __shared__ __align__(8) uint64_t full[kWarps][kRingSlots];
-  __shared__ __align__(8) uint64_t image_full;
+  __shared__ __align__(8) uint64_t image_full, received_full;
 #endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int slice = blockIdx.x % p.slices, unit = blockIdx.x / p.slices, row_tile = blockIdx.y;
+  const int slice = blockIdx.x, unit = blockIdx.y, row_tile = blockIdx.z;
   int m = 0;
   while (m + 1 < p.count && unit >= p.first_group[m + 1]) m++;
   const int group = unit - p.first_group[m];
@@ -259,6 +281,8 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     ring.image_pitch = 8 * image_row;
   }
 
+  const int each = (rows + p.slices - 1) / p.slices;                         // rows a slice finishes at most
+  const int finishes = slice < rows ? (rows - slice - 1) / p.slices + 1 : 0;  // and this one: rows slice, slice + slices, ...
   ptx::launch_dependents();
   // scales are weights too: on their way before they are asked for
   for (int s = 0; s < p.segments; s++) {
@@ -267,24 +291,35 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     if (i < blocks * 2) ptx::prefetch(w.suh + begin * 128 + i * 64);
     if (i < 2) ptx::prefetch(w.svh + group * 128 + i * 64);
   }
+  if constexpr (kResident) clear(space);
   const int ahead = min(ring.slots, ring.total);
 #if __CUDA_ARCH__ >= 900
   ring.full = full[warp];
-  if (lane == 0)
-    for (int i = 0; i < ring.slots; i++) ptx::barrier_init(&full[warp][i], 1);
-  if (threadIdx.x == 0) ptx::barrier_init(&image_full, 1);
-  ptx::barrier_init_done();
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < kRingSlots; i++) ptx::barrier_init(&full[warp][i], 1);
+    if (warp == 0) {
+      ptx::barrier_init(&image_full, 1);
+      ptx::barrier_init(&received_full, 1);
+    }
+    ptx::barrier_init_done();
+    if (warp == 0 && p.slices > 1 && finishes > 0) ptx::barrier_expect(&received_full, finishes * p.segments * p.slices * 512);
+  }
   __syncwarp();
+#pragma unroll 1
   for (int i = 0; i < ahead; i++) ring.start(i, i, true, false, lane);
+  __syncthreads();
   if (p.slices > 1) ptx::cluster_arrive();
   ptx::wait_for_previous();
   if constexpr (!kResident)
+#pragma unroll 1
     for (int i = 0; i < ahead; i++) ring.start(i, i, false, true, lane);
 #else
   for (int i = 0; i < kRingSlots; i++) {
     if (i < ahead) ring.start(i, i, true, true, lane);
     ptx::copy_commit();
   }
+  __syncthreads();
 #endif
 
   // the input of this slice: rotated here, or fetched
@@ -294,9 +329,15 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     const int images = two_images ? 2 : 1;
     const int64_t slice_bytes = (int64_t)blocks * 8 * image_row;
     if (p.fused) {
-      for (int i = 0; i < images; i++)
+      for (int i = 0; i < images; i++) {
+        if (i > 0) {
+          __syncthreads();
+          clear(space);
+          __syncthreads();
+        }
         prepare_slice<MODE>(p, p.matrix[two_images ? i : p.rotations > 1 ? m : 0].suh, slice, 0, p.rows, 0, columns, exchange,
                             image + i * slice_bytes, scales[i], 1, space, i > 0);
+      }
     } else {
       for (int i = 0; i < images; i++) {
         const int rotation = two_images ? i : p.rotations > 1 ? m : 0;
@@ -313,7 +354,6 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
         if (threadIdx.x < p.rows) scales[i][threadIdx.x] = p.scales[((int64_t)rotation * p.rows + threadIdx.x) * p.slices + slice];
       }
 #if __CUDA_ARCH__ >= 900
-      __syncthreads();  // image_full is initialised
       ptx::barrier_wait(&image_full, 0);
 #else
       __syncthreads();
@@ -330,7 +370,6 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[t][b][e] = 0;
 
-  const int each = (rows + p.slices - 1) / p.slices;  // rows each slice finishes
   float* received = (float*)(shared + layout.received);
 #if __CUDA_ARCH__ >= 900
   bool started = p.slices == 1;
@@ -408,32 +447,45 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
       }
     }
 
-    // add up the eight warps: four write, four add theirs and write, all sum the last four
-    const int pairs = (columns + 1) & ~1;
-    __syncthreads();
+    // add up the eight warps: the last ones hand their sums on until as many are left as have a slot; all threads add up the slots
+    const int pairs = operand_pairs(columns), slots = exchange_slots(columns);
+    auto slot_of_warp = [&](int s, int t, int n, int h) { return (Sum*)exchange + (s * 128 + t * 16 + g + 8 * h) * pairs + n * 8 + 2 * q; };
+    auto each_sum = [&](auto f) {
 #pragma unroll
-    for (int round = 0; round < 2; round++) {
-      if (round == 0 ? warp >= 4 : warp < 4) {
+      for (int t = 0; t < 8; t++)
 #pragma unroll
-        for (int t = 0; t < 8; t++)
+        for (int n = 0; n < NB; n++)
+          if (n * 8 + 2 * q < pairs)
 #pragma unroll
-          for (int n = 0; n < NB; n++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const int column = n * 8 + 2 * q;
-              if (column >= pairs) continue;
-              Sum* to = (Sum*)exchange + ((warp & 3) * 128 + t * 16 + g + 8 * h) * pairs + column;
-              if (round == 1) {
-                sum[t][n][2 * h] += to[0];
-                sum[t][n][2 * h + 1] += to[1];
-              }
-              to[0] = sum[t][n][2 * h];
-              to[1] = sum[t][n][2 * h + 1];
-              sum[t][n][2 * h] = sum[t][n][2 * h + 1] = 0;
-            }
-      }
+            for (int h = 0; h < 2; h++) f(t, n, h);
+    };
+    auto write = [&](int s) {
+      each_sum([&](int t, int n, int h) {
+        Sum* to = slot_of_warp(s, t, n, h);
+        to[0] = sum[t][n][2 * h];
+        to[1] = sum[t][n][2 * h + 1];
+      });
+    };
+    if (segment > 0) __syncthreads();  // the area is free again
+    for (int live = kWarps; live > slots; live -= slots) {
+      if (warp >= live - slots && warp < live) write(warp - (live - slots));
       __syncthreads();
+      if (warp >= live - 2 * slots && warp < live - slots)
+        each_sum([&](int t, int n, int h) {
+          const Sum* from = slot_of_warp(warp - (live - 2 * slots), t, n, h);
+          sum[t][n][2 * h] += from[0];
+          sum[t][n][2 * h + 1] += from[1];
+        });
     }
+    if (warp < slots) write(warp);
+    if (p.segments > 1)
+#pragma unroll
+      for (int t = 0; t < 8; t++)
+#pragma unroll
+        for (int n = 0; n < NB; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) sum[t][n][e] = 0;
+    __syncthreads();
 #if __CUDA_ARCH__ >= 900
     if (!started) {  // all blocks of the cluster run: their shared memory may be written
       ptx::cluster_wait();
@@ -448,8 +500,7 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
         const SliceScale s = scales[two_images ? segment : 0][row];
         const int low_column = NB == 2 ? 8 + row : p.rows + row;
         int high = 0, low = 0;
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
+        for (int w = 0; w < slots; w++) {
           high += from[w * 128 * pairs + row];
           if (p.planes == 2) low += from[w * 128 * pairs + low_column];
         }
@@ -462,7 +513,8 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
           v = kMul1Scale * d + (1534.f * kMul1Scale + kMul1Shift) * sums;
         v *= s.scale;
       } else {
-        v = from[row] + from[128 * pairs + row] + from[2 * 128 * pairs + row] + from[3 * 128 * pairs + row];
+        v = 0.f;
+        for (int w = 0; w < slots; w++) v += from[w * 128 * pairs + row];
         if constexpr (kResident) {
           v *= scales[two_images ? segment : 0][row].scale;
         } else {
@@ -477,35 +529,55 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
       if (p.slices == 1)
         *to = v;
       else
-        ptx::store_in_cluster(to, row % p.slices, v);
+        ptx::store_in_cluster(ptx::address_in_cluster(to, row % p.slices), v, ptx::address_in_cluster(&received_full, row % p.slices));
 #else
       if (p.slices == 1)
         received[(segment * each + row) * 128 + n] = v;
       else
-        p.partial[((((int64_t)row_tile * (gridDim.x / p.slices) + unit) * p.slices + slice) * p.segments + segment) * NB * 8 * 128 + i] = v;
+        p.partial[((((int64_t)row_tile * gridDim.y + unit) * p.slices + slice) * p.segments + segment) * NB * 8 * 128 + i] = v;
 #endif
     }
   }
 
   // finish: rotate, scale, bias, activation
+  struct Scales {
+    float scale[4], bias[4];
+  };
+  const int column = group * 128 + 4 * lane;
+  auto load_scales = [&](const ProductMatrix& w, Scales& s) {
+    const uint2 h = *(const uint2*)(w.svh + column);
+    s.scale[0] = half_to_float((uint16_t)h.x) * HADAMARD128_SCALE;
+    s.scale[1] = half_to_float((uint16_t)(h.x >> 16)) * HADAMARD128_SCALE;
+    s.scale[2] = half_to_float((uint16_t)h.y) * HADAMARD128_SCALE;
+    s.scale[3] = half_to_float((uint16_t)(h.y >> 16)) * HADAMARD128_SCALE;
+#pragma unroll
+    for (int e = 0; e < 4; e++) s.bias[e] = w.bias && column + e < w.out_features ? w.bias[column + e] : 0.f;
+  };
+  Scales ours, ups;
 #if __CUDA_ARCH__ >= 900
-  int finishes = each, first = slice, stride = p.slices;
+  const int first = slice, stride = p.slices, wanted = finishes;
+  if (warp < wanted) {
+    load_scales(p.matrix[m], ours);
+    if (p.segments > 1) load_scales(p.matrix[1], ups);
+  }
   if (p.slices > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
+    if (warp >= wanted) return;
+    ptx::barrier_wait(&received_full, 0);
   } else {
     __syncthreads();
   }
   const float* parts = received;
   const int64_t part_stride = (int64_t)p.segments * each * 128, segment_stride = (int64_t)each * 128;
 #else
-  int finishes = rows, first = 0, stride = 1;
+  const int first = 0, stride = 1, wanted = rows;
+  load_scales(p.matrix[m], ours);
+  if (p.segments > 1) load_scales(p.matrix[1], ups);
   const float* parts = received;
   int64_t part_stride = 0, segment_stride = (int64_t)each * 128;
   __syncthreads();
   if (p.slices > 1) {  // the last slice to arrive finishes all rows
     __shared__ int last;
-    const int place = row_tile * (gridDim.x / p.slices) + unit;
+    const int place = row_tile * gridDim.y + unit;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) last = atomicAdd(&p.counters[place], 1) == p.slices - 1;
@@ -518,9 +590,8 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     parts = p.partial + (int64_t)place * p.slices * part_stride;
   }
 #endif
-  for (int i = warp; i < finishes; i += kWarps) {
+  for (int i = warp; i < wanted; i += kWarps) {
     const int row = i * stride + first;
-    if (row >= rows) break;
     auto add_up = [&](int segment, float(&v)[4]) {  // over the slices, in order
       v[0] = v[1] = v[2] = v[3] = 0.f;
       for (int s = 0; s < p.slices; s++) {
@@ -539,18 +610,11 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     void* y = row_of(w.y, (int64_t)(row0 + row) * w.y_stride, p.y_dtype);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int c = group * 128 + 4 * lane + e;
-      if (c >= w.out_features) continue;
-      float r = v[e] * HADAMARD128_SCALE * half_to_float(w.svh[c]);
-      if (w.bias) r += w.bias[c];
-      if (p.segments > 1) {
-        const ProductMatrix& u = p.matrix[1];
-        float o = other[e] * HADAMARD128_SCALE * half_to_float(u.svh[c]);
-        if (u.bias) o += u.bias[c];
-        r = activate(r, p.activation, nullptr) * o;
-      }
-      if (p.accumulate) r += ((const float*)y)[c];
-      store(y, c, p.y_dtype, r);
+      v[e] = v[e] * ours.scale[e] + ours.bias[e];
+      if (p.segments > 1) v[e] = activate(v[e], p.activation, nullptr) * (other[e] * ups.scale[e] + ups.bias[e]);
+      if (column + e >= w.out_features) continue;
+      if (p.accumulate) v[e] += ((const float*)y)[column + e];
+      store(y, column + e, p.y_dtype, v[e]);
     }
   }
 #endif

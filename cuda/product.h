@@ -18,7 +18,7 @@ enum ProductMode {
 constexpr int kWarps = 8;
 constexpr int kRows = 8;         // most rows of the modes that keep the input in shared memory
 constexpr int kMaxSlices = 8;    // blocks of one cluster
-constexpr int kRingSlots = 4;
+constexpr int kRingSlots = 3;
 
 struct ProductMatrix {
   const uint8_t* trellis;
@@ -45,7 +45,8 @@ struct ProductParams {
   int32_t segments;     // 2: gate and up of one column group in one block, then act(gate) * up
   int32_t rows;         // of the whole call
   int32_t blocks;       // in_padded / 128
-  int32_t slices;       // the inner dimension is shared by so many blocks
+  int32_t slices;       // the inner dimension is shared by so many blocks: each has slice_blocks of it, the first slice_rest one more
+  int32_t slice_blocks, slice_rest;
   int32_t ring_slots;   // at most kRingSlots
   int32_t planes;
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
@@ -63,8 +64,10 @@ struct ProductParams {
 };
 
 // First block of 128 inputs of a slice.
-inline __host__ __device__ int slice_begin(const ProductParams& p, int slice) { return (int)((int64_t)p.blocks * slice / p.slices); }
-inline __host__ __device__ int widest_slice(const ProductParams& p) { return (p.blocks + p.slices - 1) / p.slices; }
+inline __host__ __device__ int slice_begin(const ProductParams& p, int slice) {
+  return slice * p.slice_blocks + (slice < p.slice_rest ? slice : p.slice_rest);
+}
+inline __host__ __device__ int widest_slice(const ProductParams& p) { return p.slice_blocks + (p.slice_rest > 0); }
 
 // The operand image: for each 16 inputs and column (a row of x, or one int8 plane of it) four words, one a lane q: int8 of inputs
 // 2q, 2q+1, 2q+8, 2q+9; or fp16 of the same, eight bytes.
@@ -79,6 +82,9 @@ inline __host__ __device__ int slot_bytes(int k2, int mode, int columns) {
 struct ProductShared {  // offsets in dynamic shared memory
   int image, exchange, received, total;
 };
+inline __host__ __device__ int operand_pairs(int columns) { return (columns + 1) & ~1; }  // columns go in pairs
+// Warps that write their sums side by side; more of them, fewer rounds.
+inline __host__ __device__ int exchange_slots(int columns) { return columns <= 4 ? 8 : columns <= 8 ? 4 : 2; }
 // columns: live operand columns; rows: of x in this block.
 inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int mode, int columns, int rows) {
   ProductShared s;
@@ -87,8 +93,7 @@ inline __host__ __device__ ProductShared product_shared(const ProductParams& p, 
   const bool resident = mode < kDecodeBytes;
   s.exchange = s.image + (resident ? p.rotations > 1 && p.segments > 1 ? 2 : 1 : 0) * inputs * columns * image_column_bytes(mode);
   const int stage = p.fused ? rows * widest_slice(p) * 512 : 0;  // the exchange area holds the rotated input first
-  const int pairs = (columns + 1) & ~1;
-  int exchange = 4 * 128 * pairs * 4;
+  int exchange = exchange_slots(columns) * 128 * operand_pairs(columns) * 4;
   if (exchange < stage) exchange = stage;
   s.received = s.exchange + exchange;
   const int each = (rows + p.slices - 1) / p.slices;

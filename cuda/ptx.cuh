@@ -50,12 +50,18 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
 }
 
 // ------------------------------------------------------------------------------------------------ clusters
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Relaxed: it orders nothing but barriers initialised before it (see barrier_init_done). A release would wait for all of memory.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void store_in_cluster(const float* mine, int rank, float v) {
+__device__ __forceinline__ uint32_t address_in_cluster(const void* mine, int rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(v) : "memory");
+  return remote;
+}
+// A store to another block that counts its four bytes on that block's barrier.
+__device__ __forceinline__ void store_in_cluster(uint32_t to, float v, uint32_t b) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v)), "r"(b)
+               : "memory");
 }
 #endif
 
