@@ -13,6 +13,7 @@ import json
 import random
 import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ import tracemalloc
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -390,7 +392,14 @@ def main() -> None:
     for target in targets:
         print(f"{target:12s} {sum(counts[target].values()):7d} cases  " + "  ".join(f"{k} {v}" for k, v in counts[target].most_common()))
     if args.json:
-        result = {"name": "fuzz_files", "minutes": args.minutes, "seed": args.seed, "findings": findings}
+        git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        result = {"name": "fuzz_files", "device": "cpu", "versions": {"torch": torch.__version__}, "commit": git.stdout.strip()}
+        result |= {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "minutes": args.minutes,
+            "seed": args.seed,
+            "findings": findings,
+        }
         Path(args.json).write_text(json.dumps({**result, "rows": {t: dict(c) for t, c in counts.items()}}, indent=2) + "\n")
     sys.exit(bool(findings))
 
