@@ -5,6 +5,7 @@
 #include <math.h>
 #include <string.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -261,18 +262,16 @@ class Search {
 int64_t stride_of(int k2) { return (int64_t)(kStates >> (k2 / 2)) * (k2 >= kHighRate ? 4 : 2) + 128; }
 int64_t thread_bytes(int k2) { return 2 * kRing * stride_of(k2) + 128; }
 
-// Encodes tiles first, first + apart ...: two at a time, so that every value loaded serves two rings.
-void encode_share(const exl3_encode_args& a, const Tables& t, int first, int apart, char* memory) {
+// Encodes tiles as long as there are some: two at a time, so that every value loaded serves two rings. `next` is shared by all threads.
+void encode_share(const exl3_encode_args& a, const Tables& t, std::atomic<int>& next, char* memory) {
   char* history = (char*)(((uintptr_t)memory + 63) / 64 * 64);
   const int64_t stride = stride_of(a.k2);
   Search search[2];
   int tile[2];
-  int next = first;
   const auto refill = [&](int slot) {
-    if (next >= a.tiles_count) return;
-    tile[slot] = next;
-    search[slot].start(t, a.tiles + (int64_t)next * kRing, history + slot * kRing * stride, stride, a.seam_window ? a.seam_window : kRing);
-    next += apart;
+    tile[slot] = next.fetch_add(1, std::memory_order_relaxed);
+    if (tile[slot] >= a.tiles_count) return;
+    search[slot].start(t, a.tiles + (int64_t)tile[slot] * kRing, history + slot * kRing * stride, stride, a.seam_window ? a.seam_window : kRing);
   };
   refill(0), refill(1);
   while (search[0].active() || search[1].active()) {
@@ -307,7 +306,8 @@ int64_t encode_workspace(const exl3_encode_args* a) {
   int threads = openmp().parallel ? openmp().max_threads() : 1;
   const int pairs = (a->tiles_count + 1) / 2;
   if (threads > pairs) threads = pairs;
-  return thread_bytes(a->k2) * (threads < 1 ? 1 : threads);
+  const int64_t each = thread_bytes(a->k2), most = (1ll << 30) / each;   // 17 MB a thread at 2 bits: no more than 1 GiB in all
+  return each * (threads < 1 ? 1 : threads > most ? most : threads);
 }
 
 int encode(const exl3_encode_args* a, void* stream) {
@@ -325,7 +325,8 @@ int encode(const exl3_encode_args* a, void* stream) {
   if (!a->tiles_count) return EXL3_OK;
   if (threads < 1) return fail(EXL3_BAD_ARGUMENT, "encode: workspace of %lld bytes is too small, one thread needs %lld", (long long)a->workspace_bytes, (long long)each);
   const auto t = tables(a->k2, a->codebook, a->multiplier);
-  parallel(threads, [&](int part, int parts) { encode_share(*a, *t, part, parts, (char*)a->workspace + part * each); });
+  std::atomic<int> next{0};
+  parallel(threads, [&](int part, int) { encode_share(*a, *t, next, (char*)a->workspace + part * each); });
   return EXL3_OK;
 }
 
