@@ -21,7 +21,7 @@ def test_help_lists_every_verb_and_loads_no_torch():
 
 def test_unknown_verb_and_missing_directory_have_exit_status_2():
     assert exl3("frobnicate").returncode == 2
-    done = exl3("eval", "/nonexistent/a", "/nonexistent/b", "--text", "/nonexistent/c")
+    done = exl3("inspect", "/nonexistent/a")
     assert done.returncode == 2 and "/nonexistent/a" in done.stderr
 
 
