@@ -7,8 +7,9 @@ function(exl3_backend name)
   target_compile_definitions(${target} PRIVATE EXL3_VERSION="${PROJECT_VERSION}")
   exl3_warnings(${target})
   if(UNIX AND NOT APPLE)
-    # static libraries inside (libstdc++, cudart) must not leak symbols into the process
-    target_link_options(${target} PRIVATE -Wl,-z,defs -Wl,--exclude-libs,ALL -Wl,--as-needed)
+    # static libraries inside (the C++ library, cudart) must not leak symbols into the process
+    target_link_options(${target} PRIVATE -Wl,-z,defs -Wl,--version-script=${PROJECT_SOURCE_DIR}/cmake/exports.map -Wl,--as-needed)
+    set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${PROJECT_SOURCE_DIR}/cmake/exports.map)
   endif()
   install(TARGETS ${target} RUNTIME DESTINATION . COMPONENT runtime LIBRARY DESTINATION . COMPONENT runtime)
 endfunction()

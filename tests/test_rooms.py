@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "exl3"
 ORDER = [
     {"errors"},
     {"settings"},
+    {"diagnose"},
     {"codec"},
     {"files"},
     {"ops"},

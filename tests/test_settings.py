@@ -69,7 +69,7 @@ def test_rows_are_sound():
 
 
 def sources() -> dict[str, str]:
-    rooms = ("src/exl3", "cpp", "cuda", "rocm", "cmake")
+    rooms = ("src/exl3", "cpp", "cuda", "rocm", "cmake", "CMakeLists.txt")
     listed = subprocess.run(["git", "ls-files", "-z", *rooms], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode == 0:
         found = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -82,9 +82,10 @@ def sources() -> dict[str, str]:
 def test_status_is_what_the_code_does():
     """A variable that works is read somewhere; one that does not is read nowhere."""
     text = "\n".join(sources().values())
-    by_others = {"CUDAHOSTCXX", "PYTORCH_CUDA_ALLOC_CONF"}  # CMake, PyTorch
+    by_others = {"CUDAHOSTCXX", "PYTORCH_CUDA_ALLOC_CONF", "EXLLAMA_NOCOMPILE"}  # CMake, PyTorch, scikit-build-core by pyproject.toml
     read = {n for n in settings.TABLE if re.search(rf"""(get|getenv|environ\[|env|setdefault)\(?\s*["']{re.escape(n)}["']""", text)}
     read |= {n for n in settings.TABLE if re.search(rf"""settings\.\w+\(\s*["']{re.escape(n)}["']""", text)}
+    read |= {n for n in settings.TABLE if re.search(rf"""\$ENV{{{re.escape(n)}}}|exl3_from_environment\({re.escape(n)} """, text)}  # CMake
     if re.search(r"\bdebug_log\(", text):
         read.add("EXLLAMA_DEBUGLOG_<CATEGORY>")
     works = {n for n, s in settings.TABLE.items() if s.status == "works"} - by_others

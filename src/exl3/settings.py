@@ -173,7 +173,6 @@ _MOE_CPU = "experts are not placed on the CPU so far"
 _TP = "tensor parallel is not there so far"
 _SPLIT = "layers are not split over several GPUs so far"
 _HEADERS = "memory is planned from file headers and shapes, nothing is measured"
-_NO_JIT = "nothing is compiled at run time; a CMake option or the compiler's own variable serves builds"
 _SLABS = "all tensors are read into slabs, always"
 _QUANT_GPU = "quantizing on a GPU has one kernel per codebook, without variants to choose"
 
@@ -364,11 +363,19 @@ _ROWS: dict[str, list[Setting]] = {
         _never("XDG_CACHE_HOME", "text", None, "folder of caches", "nothing is cached between runs"),
     ],
     "Building": [
-        _never("EXLLAMA_EXT_LINEINFO", "present", False, "line tables in kernels", _NO_JIT, "build"),
-        _never("EXLLAMA_EXT_COMPRESS", "0|1|require", None, "compressed kernels", _NO_JIT, "build"),
+        _works("EXLLAMA_EXT_LINEINFO", "present", False, "line tables in CUDA kernels, for profilers", read="build"),
+        _works("EXLLAMA_EXT_COMPRESS", "0|1|auto|require", None,
+               "size compression of CUDA kernels: 0 off, auto where nvcc has it (12.8), require or fail", read="build"),
         _works("CUDAHOSTCXX", "text", None, "host compiler of nvcc, read by CMake itself", read="build"),
-        _never("TORCH_CUDA_ARCH_LIST", "list", None, "target architectures", "use the CMake option `EXL3_CUDA_ARCHS`", "build"),
-        _never("TORCH_NO_COMPILER_WRAPPER", "present", False, "no ccache in front of the compiler", _NO_JIT, "build"),
+        _works("TORCH_CUDA_ARCH_LIST", "list", None, "architectures of a CUDA build, as `8.6 9.0a 12.0+PTX`; `EXL3_CUDA_ARCHS` goes first",
+               read="build"),
+        _works("TORCH_NO_COMPILER_WRAPPER", "present", False, "no sccache or ccache in front of the compilers", read="build"),
+        _works("MAX_JOBS", "int", None, "most compilers at a time", read="build", low=1),
+        _works("EXL3_BACKENDS", "list", "cpu", "ours: kernel libraries that a build makes, of cpu, cuda, rocm", read="build"),
+        _works("EXL3_CUDA_ARCHS", "list", None, "ours: architectures of a CUDA build, as `80 90a`", read="build"),
+        _works("EXL3_PREBUILT", "text", None, "ours: folder with finished kernel libraries; a build then compiles none", read="build"),
+        _works("EXLLAMA_NOCOMPILE", "one", False, "ours: 1 installs the Python files alone, which run in plain torch; no compiler is called",
+               read="build"),
         _works("PYTORCH_CUDA_ALLOC_CONF", "text", None, "PyTorch's own; never touched", read="import"),
     ],
 }
@@ -381,7 +388,7 @@ for _area, _rows in _ROWS.items():
         TABLE[_row.name] = _row
 
 # set by users for other programs: no warning where they have no effect here
-_FOREIGN = {"XDG_CACHE_HOME", "TORCH_CUDA_ARCH_LIST", "TORCH_NO_COMPILER_WRAPPER"}
+_FOREIGN = {"XDG_CACHE_HOME"}
 
 
 def markdown() -> str:

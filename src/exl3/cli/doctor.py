@@ -14,17 +14,23 @@ from exl3.cli.common import emit_json, json_flag, table
 def report() -> dict[str, Any]:
     """Everything doctor knows, as a plain object. Never raises: what fails is part of the report."""
     import exl3
+    from exl3 import diagnose
 
+    facts = diagnose.facts(driver=True)
     out: dict[str, Any] = {
         "exl3": exl3.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "libc": " ".join(platform.libc_ver()) or "unknown",
+        "wheel": f"+{facts.label}" if facts.label else "no label (from PyPI, or built here)",
+        "findings": [f"{f.level}: {f.text}" for f in diagnose.findings(facts)],
     }
     try:
+        diagnose.require()
         import torch
     except Exception as e:  # a broken torch is what doctor is for
-        out["torch"] = f"cannot be imported: {e}"
+        out["torch"] = facts.torch or "not installed"
+        out["failed"] = str(e)
         out["ok"] = False
         return out
     out["torch"] = torch.__version__
@@ -59,6 +65,8 @@ def command(as_json: bool) -> None:
         for key, value in result.items():
             if isinstance(value, dict):
                 rows += [(f"{key}.{k}", str(v)) for k, v in value.items()] or [(key, "-")]
+            elif isinstance(value, list):
+                rows += [(key, str(v)) for v in value] or [(key, "none")]
             else:
                 rows.append((key, str(value)))
         table(rows)

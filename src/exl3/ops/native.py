@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl3 import diagnose
 from exl3.errors import ArgumentError, BackendError
 from exl3.ops import blocks
 from exl3.settings import debug_log
 
 Operation = Callable[[bytes, int], None]
+
+
+class NotInstalled(BackendError):
+    """No kernel library, or no native module: then reference.py serves."""
 
 
 class Backend:
@@ -26,10 +31,12 @@ class Backend:
         try:
             from exl3 import _native
         except ImportError as e:
-            raise BackendError(
-                f"exl3's native module cannot be loaded ({e}): reinstall exl3 for this Python, or build it with `pip install .`"
-            ) from None
-        library = _native.open(str(path))
+            raise NotInstalled(diagnose.native_failure(str(e))) from None
+        try:
+            library = _native.open(str(path))
+        except BackendError as e:
+            text = str(e)
+            raise BackendError(diagnose.native_failure(text) if "cannot load" in text else text) from None
         for name, size in _native.block_bytes().items():
             if blocks.SIZES[name] != size:
                 raise BackendError(
@@ -71,13 +78,13 @@ def backend(device: torch.device | str) -> Backend:
     kind = torch.device(device).type
     name = library_name(kind)
     if name is None:
-        raise BackendError(f"no kernel library serves devices of type {kind!r}: use cpu or cuda")
+        raise NotInstalled(f"no kernel library serves devices of type {kind!r}: use cpu or cuda")
     with _lock:
         found = _backends.get(kind)
         if found is None:
             path = next((p for p in _candidates(name) if p.exists()), None)
             if path is None:
-                raise BackendError(f"libexl3_{name} is not installed: build it with `pip install . -C cmake.define.EXL3_BACKENDS={name}`")
+                raise NotInstalled(f"libexl3_{name} is not installed: build it with `pip install . -C cmake.define.EXL3_BACKENDS={name}`")
             found = _backends[kind] = Backend(path)
         return found
 
@@ -92,9 +99,7 @@ def find(device: torch.device) -> Backend | None:
         raise ArgumentError("a tensor on the meta device has no data: load the weights first")
     try:
         return backend(device)
-    except BackendError as e:
-        if "not installed" not in str(e) and "no kernel library" not in str(e) and "cannot be loaded" not in str(e):
-            raise
+    except NotInstalled as e:
         warnings.warn(f"exl3 runs slowly on {device.type}: {e}", RuntimeWarning, stacklevel=3)
         _backends[device.type] = None
         return None
