@@ -339,3 +339,12 @@ def test_every_option_has_both_spellings():
 
 def test_errors_are_exl3_errors():
     assert issubclass(JobError, Exl3Error)
+
+
+def test_an_unquantized_tied_head_is_not_written_twice(tmp_path: Path, calibration: Path):
+    source = write_model(tmp_path / "source", tied=True)
+    run(source, tmp_path / "out", calibration, 2, head_bits=16)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert not any(name.startswith("lm_head") for name in tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert exl3.load(tmp_path / "out", "cpu").logits([1, 2]).isfinite().all()

@@ -55,7 +55,7 @@ def test_whole_targets_are_uniform_and_need_no_half_rates():
 def test_attention_first_then_the_ends_of_the_stack():
     rates = allocate(llama(layers=6), 3.5, half_rates=False)
     attention = [r for k, r in rates.items() if "attn" in k]
-    assert set(attention) == {4}
+    assert min(attention) == 4
     up = [rates[f"model.layers.{i}.mlp.up_proj"] for i in range(6)]
     down = [rates[f"model.layers.{i}.mlp.down_proj"] for i in range(6)]
     promoted = [i for i in range(6) if up[i] == 4 or down[i] == 4]

@@ -114,18 +114,22 @@ def quantize_block(
     started = time.monotonic()
     groups = block.quant_groups()
     linears = dict(pair for group in groups for pair in group)
+    originals: dict[str, Tensor] = {}  # fp32, `(out, in)`
+    plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
     for key, linear in linears.items():
-        check_weights(dense_weight(linear), key)
-        linear.set_dense(dense_weight(linear).float(), None if linear.bias is None else linear.bias.data)
-    originals = {key: (dense_weight(linear), linear.bias) for key, linear in linears.items()}
+        weight = dense_weight(linear)
+        check_weights(weight, key)
+        originals[key] = weight.float()
+        plain[key] = (weight.to(streams.model.dtype), linear.bias)
+    _set(linears, plain)
     reference_rows = max(1, min(streams.quantized.shape[0], REFERENCE_TOKENS // streams.quantized.shape[1]))
     wanted = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
     result = BlockResult({}, [], BlockReport(block.key, 0.0, 0.0, 0.0))
-    statistics = {} if policy.recapture else _capture_all(block, groups, streams)
+    statistics = {} if policy.recapture else _capture_all(block, groups, streams, policy)
     gates = _gated(block)
     for group in groups:
         name, first = group[0]
-        hessian, sample = statistics.get(name) or _capture_group(block, name, first, streams, policy, originals, linears)
+        hessian, sample = statistics.get(name) or _capture_group(block, name, first, streams, policy, plain, linears)
         hessian.check()
         if hessian.dead_channels:
             result.block.dead_channels[name] = hessian.dead_channels
@@ -133,28 +137,28 @@ def quantize_block(
         for key, linear in group:
             if rates[key] == 16:
                 continue
-            bias = originals[key][1]
+            bias = plain[key][1]
             use = _use_out_scales(linear, gates, sample, policy.out_scales)
-            members.append(Member(key, _target(linear, hessian, policy), rates[key], None if bias is None else bias.data, use))
+            members.append(Member(key, _target(originals[key], hessian, policy), rates[key], None if bias is None else bias.data, use))
         for q in quantize_group(members, hessian, encode, policy.settings, progress) if members else []:
             result.tensors |= q.tensors
             result.reports.append(q.report)
-            _install(linears[q.report.key], q, originals[q.report.key][1])
+            _install(linears[q.report.key], q, plain[q.report.key][1], streams.model.dtype)
     for key in linears:
         if rates[key] == 16:
-            weight, bias = originals[key]
-            result.tensors[f"{key}.weight"] = weight.half().cpu()
+            result.tensors[f"{key}.weight"] = originals[key].half().cpu()
+            bias = plain[key][1]
             if bias is not None:
                 result.tensors[f"{key}.bias"] = bias.data.half().cpu()
     got = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
     result.block.rfn, result.block.cosine_error = block_error(torch.cat(got), torch.cat(wanted))
-    _advance(block, streams, originals, linears)
+    _advance(block, streams, plain, linears)
     result.block.seconds = time.monotonic() - started
     return result
 
 
 def _capture_group(
-    block: Any, name: str, first: Linear, streams: Streams, policy: Policy, originals: dict[str, Any], linears: dict[str, Linear]
+    block: Any, name: str, first: Linear, streams: Streams, policy: Policy, plain: dict[str, Any], linears: dict[str, Linear]
 ) -> tuple[Hessian, Tensor]:
     """Statistics of one input, the earlier groups of the block as they are now."""
     hessian = Hessian(name, first.in_features, streams.device, cross=policy.correction > 0)
@@ -164,7 +168,7 @@ def _capture_group(
         check_activations(seen, block.key, name, row * streams.quantized.shape[1])
         other = None
         if policy.correction > 0 and original is not None:
-            with _weights(linears, originals):
+            with _weights(linears, plain):
                 other = capture(block, first, original, batch)
         hessian.add(seen, other, token_weights(seen) if policy.token_weighting else None)
         if sum(len(s) for s in sample) < SENSITIVITY_TOKENS:
@@ -172,7 +176,7 @@ def _capture_group(
     return hessian, torch.cat(sample)[:SENSITIVITY_TOKENS]
 
 
-def _capture_all(block: Any, groups: list[list[tuple[str, Linear]]], streams: Streams) -> dict[str, tuple[Hessian, Tensor]]:
+def _capture_all(block: Any, groups: list[list[tuple[str, Linear]]], streams: Streams, policy: Policy) -> dict[str, tuple[Hessian, Tensor]]:
     """Statistics of all inputs in one pass through the unquantized block."""
     found: dict[str, tuple[Hessian, list[Tensor]]] = {}
     handles = []
@@ -183,7 +187,7 @@ def _capture_all(block: Any, groups: list[list[tuple[str, Linear]]], streams: St
         def note(_: Any, args: tuple[Tensor, ...], name: str = name) -> None:  # at once: x may be changed in place afterwards
             hessian, sample = found[name]
             check_activations(args[0], block.key, name, place[0] * streams.quantized.shape[1])
-            hessian.add(args[0])
+            hessian.add(args[0], weights=token_weights(args[0]) if policy.token_weighting else None)
             if not sample:
                 sample.append(args[0][:SENSITIVITY_TOKENS].clone())
 
@@ -219,18 +223,19 @@ def _set(linears: dict[str, Linear], weights: dict[str, Any]) -> None:
         linears[key].set_dense(weight, None if bias is None else bias.data)
 
 
-def _install(linear: Linear, q: Quantized, bias: Tensor | None) -> None:
+def _install(linear: Linear, q: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
     """Puts the dequantized matrix in place, as the file will give it."""
     device = dense_weight(linear).device
     key = q.report.key
     rotated = q.values.to(device)
     w = restore(rotated, q.tensors[f"{key}.suh"].to(device), q.tensors[f"{key}.svh"].to(device))
-    linear.set_dense(w[: linear.in_features, : linear.out_features].T.contiguous(), None if bias is None else bias.data.half().float())
+    linear.set_dense(
+        w[: linear.in_features, : linear.out_features].T.to(dtype).contiguous(), None if bias is None else bias.data.half().float()
+    )
 
 
-def _target(linear: Linear, hessian: Hessian, policy: Policy) -> Tensor:
+def _target(weight: Tensor, hessian: Hessian, policy: Policy) -> Tensor:
     """The weight to approximate: the original, or what on the quantized prefix's inputs gives what the original gives on its own."""
-    weight = dense_weight(linear)
     if policy.correction == 0 or not hessian.usable:
         return weight
     k = weight.shape[1]
@@ -268,7 +273,7 @@ def _sensitivity(mlp: MLP, linear: Linear, x: Tensor) -> Tensor:
     return slope.square().mean(0) * dense_weight(mlp.down_proj).float().square().sum(0)
 
 
-def _advance(block: Any, streams: Streams, originals: dict[str, Any], linears: dict[str, Linear]) -> None:
+def _advance(block: Any, streams: Streams, plain: dict[str, Any], linears: dict[str, Linear]) -> None:
     """Both streams through the block."""
     cols = streams.quantized.shape[1]
     for row, batch, x, original in streams.batches():
@@ -276,7 +281,7 @@ def _advance(block: Any, streams: Streams, originals: dict[str, Any], linears: d
         check_activations(y.view(-1, cols, y.shape[1]), block.key, "the next block", row)
         streams.quantized[row : row + batch.rows] = y.view(batch.rows, cols, -1).to(streams.quantized.device)
         if original is not None and streams.original is not None:
-            with _weights(linears, originals):
+            with _weights(linears, plain):
                 y = block(original, batch)
             streams.original[row : row + batch.rows] = y.view(batch.rows, cols, -1).to(streams.original.device)
 

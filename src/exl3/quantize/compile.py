@@ -49,11 +49,13 @@ def write_model(
         for i, block in enumerate(model.blocks):
             out.add(source.read(plain_tensors(model, block.key, block, source)) | finished(i))
         out.add(source.read(plain_tensors(model, f"{model.decoder_key}norm", model.model.norm, source)))
-        out.add(finished(len(model.blocks)))
+        head = finished(len(model.blocks))
+        if head:  # none: it stays tied to the embedding
+            out.add(head)
         for name in sorted(n for n in source.tensors if model.other_parts and n.startswith(model.other_parts)):
             out.add(source.read([name]))  # parts of the source that are not quantized (vision) travel along
     copy_companions(source.path, output)
-    write_config(output, source.config, quantization, has_head=True)
+    write_config(output, source.config, quantization, has_head=bool(head))
     result = Checkpoint.open(output)
     write_quantization_config(output, quantization, tensor_storage(result.tensors, result.multipliers()))
     _verify(result)

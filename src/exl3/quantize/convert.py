@@ -94,6 +94,8 @@ class _Conversion:
                     report = self._run(job, resume)
             except BaseException:
                 self._tell(caught)
+                if (self.work / "job.json").exists():
+                    self.log(f"not finished; go on with: exl3 convert -w {self.work} --resume")
                 if not existed and not (self.work / "job.json").exists():  # nothing was begun: leave no trace
                     (self.work / "lock").unlink(missing_ok=True)
                     if self.work.exists() and not any(self.work.iterdir()):
@@ -293,7 +295,9 @@ class _Conversion:
         check_weights(head.weight.data, model.head_key)
         tensors: dict[str, Tensor] = {}
         reports = []
-        if plan.head_bits == 16:
+        if plan.head_bits == 16 and plan.embed_bits == 16 and source.head(model.head_key, model.embed_key).tied:
+            self.log("the head stays tied to the embedding")
+        elif plan.head_bits == 16:
             tensors[f"{model.head_key}.weight"] = head.weight.data.half().cpu()
         else:
             hessian = Hessian(model.head_key, head.in_features, device)
