@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,8 +143,8 @@ def test_chat_page_in_a_browser(model):
     """Types a message into the page in a headless browser and reads the answer. Needs playwright with a browser."""
     playwright = pytest.importorskip("playwright.sync_api")
     with running(model) as (app, port, _, _), playwright.sync_playwright() as p:
-        try:
-            browser = p.chromium.launch()
+        try:  # a browser of the system, else playwright's own
+            browser = p.chromium.launch(executable_path=shutil.which("chromium") or shutil.which("google-chrome"), args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no browser: {error}")
         page = browser.new_page()
@@ -152,15 +153,15 @@ def test_chat_page_in_a_browser(model):
         errors = []
         page.on("pageerror", lambda e: errors.append(str(e)))
         page.goto(f"http://127.0.0.1:{port}/")
-        page.wait_for_function("document.getElementById('model').textContent === 'tiny'")
+        expect = playwright.expect  # waits without evaluating script text, which the page's security policy forbids
+        expect(page.locator("#model")).to_have_text("tiny")
         page.fill("#text", "Hello")
         page.press("#text", "Enter")
-        page.wait_for_selector(".message.assistant")
-        page.wait_for_function("document.querySelector('.message.assistant')?.textContent.length > 0")
+        expect(page.locator(".message.assistant")).not_to_be_empty()
         assert page.inner_text(".message.user") == "Hello"
         if page.inner_text("#send") == "Stop":
             page.click("#send")
-        page.wait_for_function("document.getElementById('send').textContent === 'Send'")
+        expect(page.locator("#send")).to_have_text("Send")
         wait_for(lambda: app.state.server.engine.generator.num_remaining_jobs() == 0)
         page.click("#fresh")
         assert page.locator(".message").count() == 0 and not foreign and not errors

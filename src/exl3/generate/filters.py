@@ -182,14 +182,7 @@ class LLGuidanceFilter(Filter):
         return words.view(np.int32)
 
     def is_completed(self) -> bool:
-        return bool(self.matcher.is_stopped() or (self.matcher.is_accepting() and self._nothing_more()))
-
-    def _nothing_more(self) -> bool:
-        """Whether only the end token may follow."""
-        mask = self.get_next_logit_mask()
-        bits = np.flatnonzero(np.unpackbits(np.asarray(mask).view(np.uint8), bitorder="little"))
-        ends = {*self.job.stop_tokens, self._table.eos_token}
-        return all(int(b) in ends for b in bits)
+        return bool(self.matcher.is_stopped())  # true as soon as only the end token could follow
 
     def rollback_tokens(self, count: int) -> None:
         self.matcher.rollback(count)
