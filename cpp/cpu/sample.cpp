@@ -24,29 +24,31 @@ static uint32_t philox(uint64_t seed, uint64_t counter) {
   return c[0];
 }
 
-// What one row needs: logits after penalties, and candidates of one bucket.
+// What one row needs: the tokens still in the running, in order of their ids, and scratch.
 struct Row {
-  float* x;        // [vocab]
-  int32_t* list;   // [vocab]
-  int32_t* count;  // [vocab], zero before and after
+  float* x;        // [n] logits
+  float* e;        // [n] scratch
+  int32_t* id;     // [n] ids; the token's own place while all are in the running
+  int32_t* list;   // [n] places of the candidates of one bucket
   double* mass;    // [kBuckets]
-  int vocab;
+  int n;
 };
 
-static int64_t row_bytes(int vocab) { return (int64_t)((vocab + 15) / 16 * 16) * 12 + kBuckets * 8; }
+static int64_t row_bytes(int vocab) { return (int64_t)((vocab + 15) / 16 * 16) * 16 + kBuckets * 8; }
 
 static void penalise(const Row& r, const exl3_sample_params& p, const int32_t* history, int n) {
+  int32_t* count = (int32_t*)r.e;
+  for (int i = 0; i < n; i++)
+    if (history[i] >= 0 && history[i] < r.n) count[history[i]] = 0;
+  for (int i = 0; i < n; i++)
+    if (history[i] >= 0 && history[i] < r.n) count[history[i]]++;
   for (int i = 0; i < n; i++) {
     const int id = history[i];
-    if (id >= 0 && id < r.vocab) r.count[id]++;
-  }
-  for (int i = 0; i < n; i++) {
-    const int id = history[i];
-    if (id < 0 || id >= r.vocab || !r.count[id]) continue;
+    if (id < 0 || id >= r.n || !count[id]) continue;
     float v = r.x[id];
     v = v > 0 ? v / p.repetition_penalty : v * p.repetition_penalty;
-    r.x[id] = v - p.presence_penalty - p.frequency_penalty * (float)r.count[id];
-    r.count[id] = 0;
+    r.x[id] = v - p.presence_penalty - p.frequency_penalty * (float)count[id];
+    count[id] = 0;
   }
 }
 
@@ -85,35 +87,67 @@ static int32_t pop(const float* x, int32_t* heap, int* n) {
 
 static int collect(const Row& r, int bucket) {
   int n = 0;
-  for (int i = 0; i < r.vocab; i++)
+  for (int i = 0; i < r.n; i++)
     if ((int)(order_key(r.x[i]) >> 20) == bucket) r.list[n++] = i;
   return n;
 }
 
+// Only tokens of at least `limit` stay; of those that equal it the ones behind place `last` go.
+static void keep(Row& r, float limit, int last) {
+  int n = 0;
+  for (int i = 0; i < r.n; i++) {
+    if (!(r.x[i] > limit || (r.x[i] == limit && i <= last))) continue;
+    r.x[n] = r.x[i];
+    r.id[n++] = r.id[i];
+  }
+  r.n = n;
+}
+
 // Keeps the k largest and the ties of the k-th.
-static void keep_top_k(const Row& r, int k) {
+static void keep_top_k(Row& r, int k, float top) {
+  // halve the range that holds the k-th until few candidates stand above its lower end
+  float low = top - 1;
+  int above = 0;
+  for (float width = 1;; width *= 2) {
+    low = top - width;
+    above = 0;
+#pragma omp simd reduction(+ : above)
+    for (int i = 0; i < r.n; i++) above += r.x[i] >= low;
+    if (above >= k || !(low > -3e38f)) break;
+  }
+  if (above >= k) keep(r, low, r.n);
   int32_t* histogram = (int32_t*)r.mass;
   memset(histogram, 0, sizeof(int32_t) * kBuckets);
-  for (int i = 0; i < r.vocab; i++) histogram[order_key(r.x[i]) >> 20]++;
-  int bucket = kBuckets - 1, above = 0;
+  for (int i = 0; i < r.n; i++) histogram[order_key(r.x[i]) >> 20]++;
+  int bucket = kBuckets - 1;
+  above = 0;
   while (bucket > 0 && above + histogram[bucket] < k) above += histogram[bucket--];
   int n = collect(r, bucket);
   make_heap(r.x, r.list, n);
   float limit = -INFINITY;
   for (int i = above; i < k && n > 0; i++) limit = r.x[pop(r.x, r.list, &n)];
-  for (int i = 0; i < r.vocab; i++) r.x[i] = r.x[i] < limit ? -INFINITY : r.x[i];
+  keep(r, limit, r.n);
+}
+
+// e = exp((x - top) * scale); returns the sum. Sums of blocks are added in order, so that the result is one for all tiers of a width.
+static double exponentiate(const Row& r, float top, float scale) {
+  double total = 0;
+  for (int at = 0; at < r.n; at += 1024) {
+    const int end = at + 1024 < r.n ? at + 1024 : r.n;
+    for (int i = at; i < end; i++) r.e[i] = exp_fast((r.x[i] - top) * scale);
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = at; i < end; i++) sum += (double)r.e[i];
+    total += sum;
+  }
+  return total;
 }
 
 // Keeps the smallest set of largest probabilities whose sum reaches p: what stands before a kept token sums to less than p.
-static void keep_top_p(const Row& r, float p, float top) {
+static void keep_top_p(Row& r, float p, float top) {
   for (int i = 0; i < kBuckets; i++) r.mass[i] = 0;
-  double total = 0;
-  for (int i = 0; i < r.vocab; i++) {
-    const double e = exp_fast(r.x[i] - top);
-    r.mass[order_key(r.x[i]) >> 20] += e;
-    total += e;
-  }
-  const double want = (double)p * total;
+  const double want = (double)p * exponentiate(r, top, 1.0f);
+  for (int i = 0; i < r.n; i++) r.mass[order_key(r.x[i]) >> 20] += (double)r.e[i];
   int bucket = kBuckets - 1;
   double before_it = 0;
   while (bucket > 0 && (r.mass[bucket] == 0 || before_it + r.mass[bucket] < want)) before_it += r.mass[bucket--];
@@ -121,24 +155,32 @@ static void keep_top_p(const Row& r, float p, float top) {
   if (n == 0) return;
   make_heap(r.x, r.list, n);
   int32_t last = r.list[0];
-  bool any = top > -INFINITY && (int)(order_key(top) >> 20) > bucket;  // a larger bucket already holds the first token
+  bool any = (int)(order_key(top) >> 20) > bucket;  // a larger bucket already holds the first token
   while (n > 0) {
-    const int32_t id = pop(r.x, r.list, &n);
+    const int32_t place = pop(r.x, r.list, &n);
     if (any && before_it >= want) break;
     any = true;
-    last = id;
-    before_it += exp_fast(r.x[id] - top);
+    last = place;
+    before_it += (double)r.e[place];
   }
-  const float limit = r.x[last];
-  for (int i = 0; i < r.vocab; i++)
-    if (r.x[i] < limit || (r.x[i] == limit && i > last)) r.x[i] = -INFINITY;
+  keep(r, r.x[last], last);
 }
 
-static void sample_row(const Row& r, const exl3_sample_params& p, const float* logits, const int32_t* history, int n_history, int32_t* id, float* prob) {
-  const int vocab = r.vocab;
+static void keep_min_p(Row& r, float p, float top) {
+  exponentiate(r, top, 1.0f);
+  int n = 0;
+  for (int i = 0; i < r.n; i++) {
+    if (r.e[i] < p) continue;
+    r.x[n] = r.x[i];
+    r.id[n++] = r.id[i];
+  }
+  r.n = n;
+}
+
+static void sample_row(Row r, const exl3_sample_params& p, const float* logits, const int32_t* history, int n_history, int32_t* id, float* prob) {
   int bad = 0;
 #pragma omp simd reduction(| : bad)
-  for (int i = 0; i < vocab; i++) {
+  for (int i = 0; i < r.n; i++) {
     r.x[i] = logits[i];
     bad |= !(logits[i] < INFINITY);  // NaN or +inf
   }
@@ -146,42 +188,34 @@ static void sample_row(const Row& r, const exl3_sample_params& p, const float* l
   if (prob) *prob = 0;
   if (bad) return;
   if (n_history > 0) penalise(r, p, history, n_history);
-  const int best = arg_max(r.x, vocab);
+  const int best = arg_max(r.x, r.n);
   float top = r.x[best];
   if (!(top > -INFINITY)) return;
   if (p.temperature == 0) {
     *id = best;
-    if (prob) {
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int i = 0; i < vocab; i++) sum += exp_fast(r.x[i] - top);
-      *prob = 1.0f / sum;
-    }
+    if (prob) *prob = (float)(1.0 / exponentiate(r, top, 1.0f));
     return;
   }
+  for (int i = 0; i < r.n; i++) r.id[i] = i;
   if (!p.temperature_last) {
-    for (int i = 0; i < vocab; i++) r.x[i] /= p.temperature;
+    for (int i = 0; i < r.n; i++) r.x[i] /= p.temperature;
     top /= p.temperature;
   }
-  if (p.top_k > 0 && p.top_k < vocab) keep_top_k(r, p.top_k);
+  if (p.top_k > 0 && p.top_k < r.n) keep_top_k(r, p.top_k, top);
   if (p.top_p < 1) keep_top_p(r, p.top_p, top);
-  if (p.min_p > 0)
-    for (int i = 0; i < vocab; i++) r.x[i] = exp_fast(r.x[i] - top) < p.min_p ? -INFINITY : r.x[i];
-  const float inverse = p.temperature_last ? 1.0f / p.temperature : 1.0f;
-  double total = 0;
-  for (int i = 0; i < vocab; i++) r.x[i] = exp_fast((r.x[i] - top) * inverse);
-  for (int i = 0; i < vocab; i++) total += r.x[i];
+  if (p.min_p > 0) keep_min_p(r, p.min_p, top);
+  const double total = exponentiate(r, top, p.temperature_last ? 1.0f / p.temperature : 1.0f);
   const double mark = ((double)philox(p.seed, p.counter) + 0.5) / 4294967296.0 * total;
   double sum = 0;
-  int last = best;
-  for (int i = 0; i < vocab; i++) {
-    if (r.x[i] == 0) continue;
-    sum += r.x[i];
+  int last = -1;
+  for (int i = 0; i < r.n; i++) {
+    if (r.e[i] == 0) continue;
+    sum += (double)r.e[i];
     last = i;
     if (sum > mark) break;
   }
-  *id = last;
-  if (prob) *prob = (float)(r.x[last] / total);
+  *id = r.id[last];
+  if (prob) *prob = (float)((double)r.e[last] / total);
 }
 
 int64_t sample_workspace(const exl3_sample_args* a) { return a->rows * row_bytes(a->vocab); }
@@ -195,11 +229,11 @@ int sample(const exl3_sample_args* a, void* stream) {
     Row r;
     r.mass = (double*)space;
     r.x = (float*)(space + kBuckets * 8);
-    r.list = (int32_t*)(r.x + padded);
-    r.count = r.list + padded;
-    r.vocab = a->vocab;
+    r.e = r.x + padded;
+    r.id = (int32_t*)(r.e + padded);
+    r.list = r.id + padded;
+    r.n = a->vocab;
     const int n = a->history && a->history_len ? a->history_len[i] : 0;
-    if (n > 0) memset(r.count, 0, sizeof(int32_t) * a->vocab);
     const int32_t* history = a->history ? a->history + i * a->history_stride : nullptr;
     sample_row(r, a->params[i], a->logits + i * a->logits_stride, history, n, &a->ids[i], a->probs ? &a->probs[i] : nullptr);
   });

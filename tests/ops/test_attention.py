@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import filled_layer, indices, poisoned, rms_error
+from ops_helpers import filled_layer, indices, poisoned, rms_error
 
 from exl3 import codec, ops
 from exl3.cache import Layer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import poisoned, rms_error
+from ops_helpers import poisoned, rms_error
 
 from exl3 import ops
 from exl3.errors import ArgumentError

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from helpers import filled_layer, indices
+from ops_helpers import filled_layer, indices
 
 from exl3 import ops
 from exl3.errors import ArgumentError, BackendError
