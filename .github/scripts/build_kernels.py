@@ -4,7 +4,8 @@
     python .github/scripts/build_kernels.py cu130 --out prebuilt --zig   # on any Linux: zig links for the glibc floor
     ... --archs "80 90a"                                                 # other architectures than the matrix says
 
-The folder then goes to EXL3_PREBUILT. CUDA needs nvcc of the row's toolkit, ROCm clang 22. Under --zig nvcc compiles with g++ and zig links.
+The folder then goes to EXL3_PREBUILT. CUDA needs nvcc of the row's toolkit, ROCm clang 22. Under --zig nvcc compiles with g++, and zig
+links.
 """
 
 from __future__ import annotations

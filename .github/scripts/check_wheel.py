@@ -25,14 +25,16 @@ import matrix
 SUFFIXES = {".py", ".so", ".dll", ".pyd", ".xz", ".txt", ".md", ".typed", ".json", ".jinja"}
 REQUIRED = ["__init__.py", "py.typed", "errors.py", "quantize/data/LICENSES.txt", "quantize/data/prose.txt.xz"]
 # what every Linux with the glibc floor has; the C++ library too where a container's own compiler was used
-NEEDED = re.compile(r"^(libc\.so\.6|libm\.so\.6|libdl\.so\.2|libpthread\.so\.0|librt\.so\.1|libstdc\+\+\.so\.6|libgcc_s\.so\.1|ld-linux-[\w-]+\.so\.\d)$")
+NEEDED = re.compile(
+    r"^(libc\.so\.6|libm\.so\.6|libdl\.so\.2|libpthread\.so\.0|librt\.so\.1|libstdc\+\+\.so\.6|libgcc_s\.so\.1|ld-linux-[\w-]+\.so\.\d)$"
+)
 
 
 def fatbin_archs(data: bytes) -> set[str]:
-    """The architectures of NVIDIA's fat binaries inside a library: "80", "90a"; "120-PTX" for PTX.
+    """The architectures of NVIDIA's fat binaries inside a library: "80", "90" (for 90a too); "120-PTX" for PTX.
 
     A fat binary is a 16-byte header (magic ba55ed50, version, header size, size of all) and entries: kind (1 PTX, 2 code), version,
-    header size, payload size, ..., the architecture's number at byte 28, flags at 40 (bit 20 marks an 'a' architecture, as cuobjdump shows).
+    header size, payload size, ..., the architecture's number at byte 28.
     """
     found = set()
     start = data.find(b"\x50\xed\x55\xba")
@@ -99,7 +101,9 @@ def _files(names: list[str], tags: list[str]) -> list[str]:
             wrong.append(f"stray file {name}")
         elif folder == "exl3" and (Path(base).suffix not in SUFFIXES or "__pycache__" in name or "/tests/" in name):
             wrong.append(f"stray file {name}")
-        elif Path(base).suffix in (".so", ".dll", ".pyd") and not re.fullmatch(r"exl3/(_native\..*|(lib)?exl3_(cpu|cuda|rocm)\.(so|dll))", name):
+        elif Path(base).suffix in (".so", ".dll", ".pyd") and not re.fullmatch(
+            r"exl3/(_native\..*|(lib)?exl3_(cpu|cuda|rocm)\.(so|dll))", name
+        ):
             wrong.append(f"binary without a place: {name}")
     if platform == "any":
         if [n for n in names if n.endswith((".so", ".dll", ".pyd"))]:
@@ -151,7 +155,9 @@ def _metadata(archive: zipfile.ZipFile, names: list[str], version: str) -> list[
 
 def _binaries(archive: zipfile.ZipFile, names: list[str], platform: str, archs: set[str] | None) -> list[str]:
     wrong = []
-    floor = tuple(int(x) for x in re.findall(r"\d+", platform.removeprefix("manylinux_"))[:2]) if platform.startswith("manylinux_") else None
+    floor = (
+        tuple(int(x) for x in re.findall(r"\d+", platform.removeprefix("manylinux_"))[:2]) if platform.startswith("manylinux_") else None
+    )
     for name in (n for n in names if n.endswith((".so", ".dll", ".pyd"))):
         data = archive.read(name)
         if name.endswith(".so"):

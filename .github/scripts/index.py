@@ -2,9 +2,9 @@
 
     python .github/scripts/index.py dist --out site [--base-url URL]
 
-One folder per row label (whl/cu130/exl3/index.html) plus whl/exl3/ with all; pip takes either as --extra-index-url. Wheels with a long label
-(+cu130.torch2.13.0) are listed under their row's folder. SHA256SUMS lists every file. With --base-url links point to where the files lie
-(a release's download folder), else the files are copied beside the pages.
+One folder per row label (whl/cu130/exl3/index.html) and whl/exl3/ with all; pip takes either as --extra-index-url. Wheels with a long
+label (+cu130.torch2.13.0) are listed under their row's folder. SHA256SUMS lists every file. With --base-url links point to where the
+files lie (a release's download folder), else the files are copied beside the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 
 def digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read()).hexdigest()
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read()).hexdigest()
+        )
 
 
 def row_of(wheel: Path) -> str:

@@ -36,7 +36,8 @@ out = Path(sys.argv[1]); out.mkdir()
 save_file(t, out / "model.safetensors")
 json.dump({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H, "intermediate_size": I, "num_hidden_layers": 2,
   "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": V, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
-  "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2},
+  "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0, "torch_dtype": "float16", "bos_token_id": 1,
+  "eos_token_id": 2},
   open(out / "config.json", "w"))
 save_file({"input_ids": torch.randint(3, V, (4, 128), generator=g)}, out.parent / "calibration.safetensors")
 """
@@ -46,10 +47,23 @@ import json, torch, exl3, sys
 reference = exl3.load(sys.argv[1]); quantized = exl3.load(sys.argv[2])
 ids = torch.arange(3, 67)[None]
 a, b = reference.logits(ids).log_softmax(-1), quantized.logits(ids).log_softmax(-1)
-print(json.dumps({"kl": float((a.exp() * (a - b)).sum(-1).mean()), "finite": bool(b.isfinite().all()), "native": "cpu" in str(exl3.ops.describe())}))
+print(json.dumps({"kl": float((a.exp() * (a - b)).sum(-1).mean()), "finite": bool(b.isfinite().all()),
+  "native": "cpu" in str(exl3.ops.describe())}))
 """
 
-OPTIONAL = ["transformers", "llguidance", "huggingface_hub", "matplotlib", "starlette", "uvicorn", "gguf", "triton", "flash_attn", "scipy", "PIL"]
+OPTIONAL = [
+    "transformers",
+    "llguidance",
+    "huggingface_hub",
+    "matplotlib",
+    "starlette",
+    "uvicorn",
+    "gguf",
+    "triton",
+    "flash_attn",
+    "scipy",
+    "PIL",
+]
 HIDE = """
 import importlib, pkgutil, sys, warnings
 warnings.simplefilter("error", ImportWarning)
@@ -74,7 +88,11 @@ class Home:
         self.folder = folder
         self.scripts = folder / ("Scripts" if sys.platform == "win32" else "bin")
         self.python = self.scripts / ("python.exe" if sys.platform == "win32" else "python")
-        keep = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("HOME", "LANG", "SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "OMP_NUM_THREADS")}
+        keep = {
+            k: v
+            for k, v in os.environ.items()
+            if k.startswith("PIP_") or k in ("HOME", "LANG", "SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "OMP_NUM_THREADS")
+        }
         self.env = keep | {"PATH": str(self.scripts), "CC": "no-compiler", "CXX": "no-compiler", "PYTHONNOUSERSITE": "1"}
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         found = [c for c in ("cc", "gcc", "g++", "clang", "nvcc", "cl", "ninja", "cmake") if shutil.which(c, path=self.env["PATH"])]
@@ -103,7 +121,10 @@ def test(wheel: Path, torch: str, extra_index: str, extras: bool) -> None:
         home("-m", "pip", "install", "-q", "--only-binary", ":all:", *more, wanted, f"torch=={torch}" if torch else "torch")
         home("-m", "pip", "check")
         seconds = [float(home("-c", "import time; t = time.perf_counter(); import exl3; print(time.perf_counter() - t)")) for _ in range(3)]
-        whole = [float(home("-c", "import time; t = time.perf_counter(); import exl3; exl3.load; print(time.perf_counter() - t)")) for _ in range(2)]
+        whole = [
+            float(home("-c", "import time; t = time.perf_counter(); import exl3; exl3.load; print(time.perf_counter() - t)"))
+            for _ in range(2)
+        ]
         step(f"import exl3: {min(seconds):.2f} s, with torch and the loader {min(whole):.2f} s")
         assert min(seconds) < 1.5
         report = json.loads(home("-m", "exl3", "doctor", "--json"))
@@ -111,7 +132,21 @@ def test(wheel: Path, torch: str, extra_index: str, extras: bool) -> None:
         step(f"doctor: torch {report['torch']}, self-test passed")
         home("-c", TINY, str(Path(place) / "tiny"))
         tiny, quantized = str(Path(place) / "tiny"), str(Path(place) / "tiny-exl3")
-        convert = ["-m", "exl3", "convert", "-i", tiny, "-o", quantized, "-b", "4", "-d", "cpu", "--cal-data", str(Path(place) / "calibration.safetensors")]
+        convert = [
+            "-m",
+            "exl3",
+            "convert",
+            "-i",
+            tiny,
+            "-o",
+            quantized,
+            "-b",
+            "4",
+            "-d",
+            "cpu",
+            "--cal-data",
+            str(Path(place) / "calibration.safetensors"),
+        ]
         started = time.monotonic()
         home(*convert, "-cr", "4", "-cc", "128", "--quality", "fast")
         step(f"convert: {time.monotonic() - started:.0f} s")
@@ -123,7 +158,11 @@ def test(wheel: Path, torch: str, extra_index: str, extras: bool) -> None:
         for name in [*OPTIONAL, "all"] if extras else ["all"]:
             assert "fine" in home("-c", HIDE, name), name
         step("optional packages: each one hidden in turn" if extras else "optional packages: none is there, all modules import")
-        folder = next((home.folder / "lib").glob("python*/site-packages/exl3")) if sys.platform != "win32" else home.folder / "Lib/site-packages/exl3"
+        folder = (
+            next((home.folder / "lib").glob("python*/site-packages/exl3"))
+            if sys.platform != "win32"
+            else home.folder / "Lib/site-packages/exl3"
+        )
         written = sorted(p.name for p in folder.rglob("*") if p.suffix in (".so", ".pyd", ".dll", ".o"))
         with zipfile.ZipFile(wheel) as archive:
             shipped = sorted(Path(n).name for n in archive.namelist() if n.endswith((".so", ".pyd", ".dll")))

@@ -1,8 +1,8 @@
 """The release matrix (.github/matrix.toml) as workflows, scripts and documentation read it.
 
-    python .github/scripts/matrix.py check            # is it sound, and does cibuildwheel know its builds?
-    python .github/scripts/matrix.py jobs kernels     # JSON for a workflow's strategy.matrix; also: wheels, install, pypi, tests
-    python .github/scripts/matrix.py table            # the table of docs/install.md
+python .github/scripts/matrix.py check            # is it sound, and does cibuildwheel know its builds?
+python .github/scripts/matrix.py jobs kernels     # JSON for a workflow's strategy.matrix; also: wheels, install, pypi, tests
+python .github/scripts/matrix.py table            # the table of docs/install.md
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def jobs(matrix: dict[str, Any], kind: str) -> list[dict[str, str]]:
             for platform in kernel["platforms"]:
                 out.append({
                     "kernel": name, "backend": kernel["backend"], "platform": platform, "runner": RUNNERS[platform],
-                    "toolkit": kernel.get("toolkit", ""), "archs": ";".join(kernel.get("archs", [])), "compress": kernel.get("compress", ""),
+                    "toolkit": kernel.get("toolkit", ""), "archs": ";".join(kernel.get("archs", [])),
+                    "compress": kernel.get("compress", ""),
                 })  # fmt: skip
     elif kind in ("wheels", "install"):
         for row in matrix["rows"]:

@@ -1,6 +1,6 @@
 """The last step of a wheel's build: the manylinux tag after auditwheel's check (nothing is bundled), then the content check.
 
-    python .github/scripts/repair.py WHEEL DEST_DIR
+python .github/scripts/repair.py WHEEL DEST_DIR
 """
 
 from __future__ import annotations

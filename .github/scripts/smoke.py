@@ -1,6 +1,6 @@
 """What every installed wheel must do at least, standard library alone: its tag's native module opens, `import exl3` says nothing wrong.
 
-    python .github/scripts/smoke.py          # with the Python the wheel is installed in; torch need not be there
+python .github/scripts/smoke.py          # with the Python the wheel is installed in; torch need not be there
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import exl3
 
 def main() -> None:
     folder = Path(exl3.__file__).parent
-    native = [p for p in folder.iterdir() if p.name.startswith("_native") and p.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))]
+    native = [
+        p for p in folder.iterdir() if p.name.startswith("_native") and p.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
+    ]
     assert len(native) == 1, f"native modules: {native}"
     spec = importlib.util.spec_from_file_location("exl3._native", native[0])
     assert spec and spec.loader

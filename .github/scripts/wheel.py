@@ -47,7 +47,8 @@ def build_wheel(sdist: Path, backends: str, prebuilt: Path, out: Path) -> Path:
     shutil.unpack_archive(str(sdist), source, filter="data")
     shutil.rmtree(out, ignore_errors=True)
     common.run([
-        str(python), "-m", "build", "--wheel", "--no-isolation", "-Cinstall.strip=true", f"-Cbuild-dir={common.WORK / 'bind'}/{{wheel_tag}}",
+        str(python), "-m", "build", "--wheel", "--no-isolation", "-Cinstall.strip=true",
+        f"-Cbuild-dir={common.WORK / 'bind'}/{{wheel_tag}}",
         "--outdir", str(out), str(next(source.iterdir())),
     ], env)  # fmt: skip
     return next(out.glob("*.whl"))

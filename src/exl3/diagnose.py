@@ -70,7 +70,7 @@ def _torch() -> tuple[str | None, str | None, str | None]:
         text = (Path(spec.origin).parent / "version.py").read_text(errors="replace")
     except OSError:
         return "unknown", None, None
-    found = {name: value for name, value in re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)}
+    found = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE))
     return found.get("__version__", "unknown"), found.get("cuda"), found.get("hip")
 
 
@@ -136,7 +136,9 @@ def _row_for(torch_cuda: str | None, torch_hip: str | None) -> str | None:
     """The row of the matrix that fits a torch build, None where there is none."""
     wanted = _numbers(torch_hip or torch_cuda or "")
     kind = "rocm" if torch_hip else "cu"
-    fitting = [(low, label) for label, low in ROWS.items() if label.startswith(kind) and low[0] == wanted[0] and low <= wanted] if wanted else []
+    fitting = (
+        [(low, label) for label, low in ROWS.items() if label.startswith(kind) and low[0] == wanted[0] and low <= wanted] if wanted else []
+    )
     return max(fitting)[1] if fitting else None
 
 
@@ -166,44 +168,57 @@ def _about_native(f: Facts) -> list[Finding]:
         return [Finding("error", f"exl3's native module ({made}) is for another Python than {sys.version.split()[0]}: "
                                  "pip install --force-reinstall --no-deps exl3")]  # fmt: skip
     if not f.natives:
-        return [Finding("note", "exl3 was installed without native code and runs in plain torch, slowly: pip install --force-reinstall --no-deps exl3")]
+        return [
+            Finding(
+                "note",
+                "exl3 was installed without native code and runs in plain torch, slowly: pip install --force-reinstall --no-deps exl3",
+            )
+        ]
     return []
 
 
-def _about_gpu(f: Facts) -> list[Finding]:
-    cuda_wheel = f.label.startswith("cu") or (not f.label and "cuda" in f.libraries)
-    out: list[Finding] = []
-    if f.torch_hip:
-        if "rocm" not in f.libraries:
-            row = _row_for(None, f.torch_hip)
-            cure = pip_line(f, row) if row else f"pip install --upgrade torch --index-url {TORCH_INDEX}/rocm7.0"
-            out.append(Finding("warning", f"torch is built for ROCm {f.torch_hip}, but this exl3 has no AMD kernels: {cure}"))
-    elif f.label.startswith("rocm"):
-        index = "rocm6.4" if f.label == "rocm6.4" else "rocm7.0"
+def _torch_line(index: str) -> str:
+    return f"pip install --force-reinstall torch --index-url {TORCH_INDEX}/{index}"
+
+
+def _about_amd(f: Facts) -> list[Finding]:
+    if f.torch_hip and "rocm" not in f.libraries:
+        row = _row_for(None, f.torch_hip)
+        cure = pip_line(f, row) if row else _torch_line("rocm7.0")
+        return [Finding("warning", f"torch is built for ROCm {f.torch_hip}, but this exl3 has no AMD kernels: {cure}")]
+    if f.label.startswith("rocm") and not f.torch_hip:
         built = f"CUDA {f.torch_cuda}" if f.torch_cuda else "the CPU alone"
-        out.append(Finding("warning", f"this is exl3's wheel for AMD cards (+{f.label}), but torch is built for {built}: "
-                                      f"pip install --force-reinstall torch --index-url {TORCH_INDEX}/{index}"))  # fmt: skip
-    elif f.torch_cuda is None:
-        if cuda_wheel and (f.label or f.card == "nvidia"):
-            index = f.label or "cu130"
-            why = "this is exl3's wheel for NVIDIA cards" if f.label else "this machine has an NVIDIA card"
-            out.append(Finding("warning", f"{why}, but torch is built for the CPU alone: "
-                                          f"pip install --force-reinstall torch --index-url {TORCH_INDEX}/{index}"))  # fmt: skip
-    elif "cuda" not in f.libraries:
+        cure = _torch_line("rocm6.4" if f.label == "rocm6.4" else "rocm7.0")
+        return [Finding("warning", f"this is exl3's wheel for AMD cards (+{f.label}), but torch is built for {built}: {cure}")]
+    return []
+
+
+def _about_nvidia(f: Facts) -> list[Finding]:
+    if f.torch_cuda is None:
+        if f.label.startswith("cu"):
+            why = f"this is exl3's wheel for NVIDIA cards (+{f.label})"
+        elif "cuda" in f.libraries and f.card == "nvidia":  # PyPI's wheel has CUDA kernels for everyone: silent without a card
+            why = "this machine has an NVIDIA card"
+        else:
+            return []
+        return [Finding("warning", f"{why}, but torch is built for the CPU alone: {_torch_line(f.label or 'cu130')}")]
+    if "cuda" not in f.libraries:  # torch from PyPI is a CUDA build on every Linux: a note unless there is a card
         row = _row_for(f.torch_cuda, None)
-        cure = pip_line(f, row) if row else f"pip install --upgrade torch --index-url {TORCH_INDEX}/cu126, and exl3's cu126 wheel"
-        out.append(Finding("warning" if f.card == "nvidia" else "note", f"torch is built for CUDA {f.torch_cuda}, but this exl3 has CPU kernels only: {cure}"))
-    elif f.card == "nvidia" and f.driver_cuda == (0, 0):
-        out.append(Finding("warning", "an NVIDIA card is here, but its driver library (libcuda) can't be loaded: install the driver; in a container, "
-                                      "start it with --gpus all"))  # fmt: skip
-    elif f.driver_cuda and f.driver_cuda[0]:
-        built = _numbers(f.torch_cuda)
-        kernels = ROWS.get(f.label, (13, 0) if not f.label else built)
-        # within CUDA 12 an older driver runs newer code
-        if f.driver_cuda[0] < kernels[0]:
-            out.append(Finding("warning", f"the NVIDIA driver serves CUDA {f.driver_cuda[0]}.{f.driver_cuda[1]}, exl3's kernels are of CUDA {kernels[0]}: "
-                                          f"update the driver, or {pip_line(f, 'cu126')}"))  # fmt: skip
-    return out
+        cure = pip_line(f, row) if row else f"{_torch_line('cu126')}, then exl3's +cu126 wheel"
+        text = f"torch is built for CUDA {f.torch_cuda}, but this exl3 has CPU kernels only: {cure}"
+        return [Finding("warning" if f.card == "nvidia" else "note", text)]
+    if f.driver_cuda == (0, 0):
+        text = "no NVIDIA driver can be loaded (libcuda): install it, or in a container start that with --gpus all"
+        return [Finding("warning" if f.card == "nvidia" else "note", text)]
+    kernels = ROWS.get(f.label, (13, 0))
+    if f.driver_cuda and f.driver_cuda[0] < kernels[0]:  # within one major version an older driver runs newer code
+        have, cure = f"{f.driver_cuda[0]}.{f.driver_cuda[1]}", pip_line(f, "cu126")
+        return [
+            Finding(
+                "warning", f"the NVIDIA driver serves CUDA {have} and exl3's kernels are of CUDA {kernels[0]}: update the driver, or {cure}"
+            )
+        ]
+    return []
 
 
 def findings(f: Facts) -> list[Finding]:
@@ -211,7 +226,7 @@ def findings(f: Facts) -> list[Finding]:
     fatal = _about_torch(f) + _about_native(f)
     if any(x.level == "error" and "torch" in x.text for x in fatal):
         return fatal
-    return fatal + _about_gpu(f)
+    return fatal + _about_amd(f) + ([] if f.torch_hip or f.label.startswith("rocm") else _about_nvidia(f))
 
 
 def at_import() -> None:

@@ -374,7 +374,7 @@ _ROWS: dict[str, list[Setting]] = {
         _works("EXL3_BACKENDS", "list", "cpu", "ours: kernel libraries that a build makes, of cpu, cuda, rocm", read="build"),
         _works("EXL3_CUDA_ARCHS", "list", None, "ours: architectures of a CUDA build, as `80 90a`", read="build"),
         _works("EXL3_PREBUILT", "text", None, "ours: folder with finished kernel libraries; a build then compiles none", read="build"),
-        _works("EXLLAMA_NOCOMPILE", "one", False, "ours: 1 installs the Python files alone, which run in plain torch; no compiler is called",
+        _works("EXLLAMA_NOCOMPILE", "one", False, "ours: 1 installs the Python files alone, which run in plain torch",
                read="build"),
         _works("PYTORCH_CUDA_ALLOC_CONF", "text", None, "PyTorch's own; never touched", read="import"),
     ],
