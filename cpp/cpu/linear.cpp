@@ -189,7 +189,8 @@ void run_batch(Plan& p, int first_row, int rows, int threads) {
   const int64_t work = columns * kTile * p.in_padded * (rows < 4 ? 1 : rows / 4);
   if (work < 32768) threads = 1;
   // columns are taken as threads come free, a few at a time: a busy neighbour on one core delays only what it holds
-  const int share = (int)(columns / (threads * 8)) < 1 ? 1 : (int)(columns / (threads * 8)) > 8 ? 8 : (int)(columns / (threads * 8));
+  const int64_t even = columns / (threads * 16);
+  const int share = even < 1 ? 1 : even > 4 ? 4 : (int)even;
   parallel(threads, [&](int, int) {
     for (;;) {
       const int64_t first = p.counters[0].fetch_add(share, std::memory_order_relaxed);
@@ -245,7 +246,8 @@ int64_t linear_workspace(const exl3_linear_args* args) {
   const exl3_linear_args a = resolved(args);
   if (check(&a) != EXL3_OK) return 0;
   Plan p{};
-  return lay_out(&a, p, nullptr) - (char*)nullptr + 64;
+  char* const base = (char*)64;   // any aligned place: only the distance counts
+  return lay_out(&a, p, base) - base + 64;
 }
 
 int linear(const exl3_linear_args* args, void* stream) {
