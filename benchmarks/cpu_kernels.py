@@ -97,6 +97,37 @@ def batch_rows(library: native.Library, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def model_rows(library: native.Library, seconds: float) -> list[dict[str, Any]]:
+    """The products of SmolLM2-135M's 30 layers at 4 bits, fused as the model fuses them: tokens a second if nothing else took time."""
+    rows = []
+    hidden, kv, inner = 576, 192, 1536
+
+    def weight(seed: int, n_in: int, n_out: int) -> native.WeightBlock:
+        m = native.random_matrix(seed, -(-n_in // 128) * 128, -(-n_out // 128) * 128, 4, "mul1")
+        return library.weight(**m, in_features=n_in, out_features=n_out)
+
+    norm = np.ones(hidden, np.float32)
+    calls = (
+        ([weight(1, hidden, hidden), weight(2, hidden, kv), weight(3, hidden, kv)], {"norm": norm, "eps": 1e-5, "shared_suh": True}),
+        ([weight(4, hidden, hidden)], {}),
+        ([weight(5, hidden, inner), weight(6, hidden, inner)], {"norm": norm, "eps": 1e-5, "shared_suh": True, "activation": 1}),
+        ([weight(7, inner, hidden)], {}),
+    )
+    for planes in (2, 1):
+        for threads in (1, 2):
+            for m in (1, 512):
+                layer = []
+                for weights, options in calls:
+                    x = np.random.default_rng(0).standard_normal((m, weights[0].in_features)).astype(np.float32)
+                    layer.append(library.linear_call(x, weights, planes=planes, threads=threads, **options))
+                time_of_layer = best_seconds(lambda layer=layer: [call() for call in layer], 2 * seconds)
+                speed = m / (30 * time_of_layer)
+                rows.append({"op": "linear", "shapes": "SmolLM2-135M layers", "rows": m, "tier": library.tier, "codebook": "mul1", "K": 4,
+                             "planes": planes, "threads": threads, "tokens_per_s": round(speed, 1)})  # fmt: skip
+                print(f"  SmolLM2 layers, {m:3d} rows, {threads} threads, planes {planes}: {speed:7.1f} tokens/s", flush=True)
+    return rows
+
+
 def encoder_rows(library: native.Library, tiles: int, quick: bool, seen: dict[float, np.ndarray]) -> list[dict[str, Any]]:
     """Millions of weights a second and core, and the squared error relative to the table. All tiers must find the states `seen`."""
     rows = []
@@ -182,7 +213,8 @@ def main() -> None:
                 continue
             print(f"{tier}:")
             if tier != "scalar":
-                rows += product_rows(library, options.seconds, options.quick) + batch_rows(library, options.seconds)
+                rows += product_rows(library, options.seconds, options.quick)
+                rows += batch_rows(library, options.seconds) + model_rows(library, options.seconds)
             rows += encoder_rows(library, options.tiles if tier != "scalar" else 2, options.quick, seen)
     result = {
         "name": "cpu_kernels",
