@@ -74,7 +74,10 @@ class Batch:
         """A step over `cache`: rows[r] are the new token ids of row r, which stand from position starts[r] on; pages[r] its
         pages, enough for all of them. logits: "last" token of each row, or "all"."""
         device = cache.device
-        ids, positions, token_row, row_start, lengths, last = [], [], [], [0], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        token_row: list[int] = []
+        row_start, lengths, last = [0], [], []
         for r, (row, start, table) in enumerate(zip(rows, starts, pages, strict=True)):
             if start + len(row) > 256 * len(table):
                 raise ArgumentError(f"row {r}: {start + len(row)} tokens do not fit its {len(table)} pages of 256")
@@ -86,10 +89,17 @@ class Batch:
             last.append(len(ids) - 1)
         width = max((len(p) for p in pages), default=1)
         table_rows = [[*p, *([0] * (width - len(p)))] for p in pages]
-        ints = {"dtype": torch.int32, "device": device}
+
+        def ints(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
         return cls(
-            ids=torch.tensor(ids, **ints), positions=torch.tensor(positions, **ints), token_row=torch.tensor(token_row, **ints),
-            row_start=torch.tensor(row_start, **ints), lengths=torch.tensor(lengths, **ints),
-            block_table=torch.tensor(table_rows, **ints).view(len(pages), width),
-            logits_at=torch.tensor(last, **ints) if logits == "last" else None, cache=cache,
-        )  # fmt: skip
+            ids=ints(ids),
+            positions=ints(positions),
+            token_row=ints(token_row),
+            row_start=ints(row_start),
+            lengths=ints(lengths),
+            block_table=ints(table_rows).view(len(pages), width),
+            logits_at=ints(last) if logits == "last" else None,
+            cache=cache,
+        )

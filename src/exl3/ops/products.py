@@ -79,7 +79,7 @@ def linear(
     result act(gate) * up. out: tensor (or tuple) to write into; accumulate adds into it, fp32. dtype of a new result: default x's.
     """
     single = isinstance(weights, Weight)
-    group: tuple[Weight, ...] = (weights,) if single else tuple(weights)  # type: ignore[arg-type]
+    group: tuple[Any, ...] = (weights,) if isinstance(weights, Weight) else tuple(weights)
     info = _group(group)
     first = group[0]
     outs = None if out is None else (out,) if isinstance(out, Tensor) else tuple(out)

@@ -99,7 +99,7 @@ def linear(
 ) -> Any:
     """x @ W + bias for one EXL3 matrix or a tuple that shares the input; with `activation`, act(gate) * up of exactly two."""
     single = not isinstance(weights, tuple | list)
-    group = [weights] if single else list(weights)  # type: ignore[list-item,arg-type]
+    group: list[Any] = [weights] if single else list(weights)  # type: ignore[arg-type]
     dtype = x.dtype if dtype is None else dtype
     h = _wide(x)
     if norm is not None:
