@@ -68,7 +68,8 @@ class Cache:
 
     config: the model's configuration (num_hidden_layers, num_key_value_heads, head_dim, or a list `cache_shapes` of (kv_heads, head_dim)
     per layer); max_tokens: room for this many tokens, rounded up to whole pages of 256; k_bits, v_bits: 16 (fp16) or 2 .. 8; compand: a of
-    the compander of the quantized codes, 0 off. Raises ArgumentError for values that cannot work, ResourceError where memory does not suffice.
+    the compander of the quantized codes, 0 off. Raises ArgumentError for values that cannot work, ResourceError where memory does not
+    suffice.
     """
 
     def __init__(
