@@ -37,7 +37,7 @@ def replay(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    end = time.perf_counter() + 0.12
+    end = time.perf_counter() + 0.08
     while time.perf_counter() < end:  # until the clocks are up
         graph.replay()
         torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def linear(lib: Library) -> list[dict[str, Any]]:
 
 def prefill(lib: Library) -> list[dict[str, Any]]:
     found = []
-    for n_in, n_out, K, codebook in ((4096, 14336, 4, "mul1"), (4096, 14336, 3, "mul1"), (4096, 14336, 4, "mcg"), (14336, 4096, 4, "mul1")):
+    for n_in, n_out, K, codebook in ((4096, 14336, 4, "mul1"), (4096, 14336, 4, "mcg"), (14336, 4096, 4, "mul1")):
         ws = random_weights(n_in, n_out, K, codebook, 4)
         for rows in (64, 128, 256, 512, 1024, 2048, 4096):
             x = torch.randn(rows, n_in, device="cuda").half()

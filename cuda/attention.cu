@@ -1,7 +1,7 @@
 // Decode attention over the paged cache (flash-decoding), for fp16 and 2 to 8 bit keys and values, on tensor cores.
 //
 // A block of four warps owns one key/value head, up to 16 query rows that share it (heads of the group times consecutive tokens of one
-// row of the batch) and the pages p with p % splits == its split. A warp takes every fourth run of 16 positions through its own ring of
+// row of the batch) and the units of 64 positions u with u % splits == its split. A warp takes one run of 16 positions of each unit through its own ring of
 // asynchronous copies and keeps its own softmax. Which positions a split and a warp see depends on the position alone, and a masked position
 // adds an exact zero, so a token's result does not depend on what shares the step with it. The last split to arrive merges, in order.
 #include "parts.h"
@@ -11,7 +11,7 @@
 
 namespace exl3 {
 
-constexpr int kAttentionWarps = 4, kQueryRows = 16, kRun = 16;  // positions of one step of a warp
+constexpr int kAttentionWarps = 4, kQueryRows = 16, kRun = 16, kUnit = kAttentionWarps * kRun;  // positions: of a step of a warp, of a block
 constexpr float kNothing = -1e30f;
 
 struct AttentionParams {
@@ -214,9 +214,9 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 2 : 1) attent
          a.positions[token + tokens] == position + tokens)
     tokens++;
   const int highest = position + tokens - 1, lowest = a.window > 0 ? max(0, position - a.window + 1) : 0;
-  const int first_page = lowest / EXL3_PAGE, last_page = highest / EXL3_PAGE;
-  const int active = min(p.splits, last_page - first_page + 1);  // splits that have a page
-  const int from_first = (split - first_page % p.splits + p.splits) % p.splits;
+  const int first_unit = lowest / kUnit, last_unit = highest / kUnit;
+  const int active = min(p.splits, last_unit - first_unit + 1);  // splits that have a unit
+  const int from_first = (split - first_unit % p.splits + p.splits) % p.splits;
   if (from_first >= active) return;
 
   // queries, rotated where the keys are, into shared memory
@@ -240,34 +240,28 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 2 : 1) attent
     for (int s = 0; s < kSteps; s++) load_query(s, qa[s]);
   const int limit[2] = {limits[g], limits[g + 8]};
 
-  // this warp's runs of positions: of each page of the split those with run % 4 == warp
+  // this warp's runs of positions: one of each unit of the split
   uint8_t* streams = shared + L::kTile + warp * L::warp(c.k_bits, c.v_bits);
   const int stages = L::stages(c.k_bits, c.v_bits), stage_bytes = L::stage(c.k_bits, c.v_bits);
   uint8_t* k_work = streams + stages * stage_bytes;
   uint8_t* v_work = k_work + (c.k_bits == 16 ? 0 : L::kTile);
   const int* table = a.block_table + (int64_t)row * a.table_stride;
   struct Cursor {
-    int page, run;
+    int unit;
   };
-  constexpr int kRunsOfPage = EXL3_PAGE / kRun;
-  auto live = [&](const Cursor& u) { return u.page <= last_page && u.page * EXL3_PAGE + u.run * kRun <= highest; };
-  auto next = [&](Cursor& u) {
-    u.run += kAttentionWarps;
-    if (u.run >= kRunsOfPage) {
-      u.run = warp;
-      u.page += p.splits;
-    }
-  };
-  auto place_of = [&](const Cursor& u) { return (int64_t)table[u.page] * EXL3_PAGE + u.run * kRun; };
-  auto valid_of = [&](const Cursor& u) { return min(kRun, highest + 1 - (u.page * EXL3_PAGE + u.run * kRun)); };
+  auto start_of = [&](const Cursor& u) { return u.unit * kUnit + warp * kRun; };
+  auto live = [&](const Cursor& u) { return start_of(u) <= highest; };
+  auto next = [&](Cursor& u) { u.unit += p.splits; };
+  auto place_of = [&](const Cursor& u) { return (int64_t)table[start_of(u) / EXL3_PAGE] * EXL3_PAGE + start_of(u) % EXL3_PAGE; };
+  auto valid_of = [&](const Cursor& u) { return min(kRun, highest + 1 - start_of(u)); };
   auto fetch = [&](const Cursor& u, int stage) {
     uint8_t* to = streams + stage * stage_bytes;
     const int64_t place = place_of(u);
     fetch_side<D>(to, c, 0, place, kv_head, valid_of(u), lane);
     fetch_side<D>(to + kRun * L::raw_row(c.k_bits), c, 1, place, kv_head, valid_of(u), lane);
   };
-  Cursor read{first_page + from_first, warp}, ahead;
-  while (live(read) && read.page * EXL3_PAGE + read.run * kRun + kRun <= lowest) next(read);  // before the window
+  Cursor read{first_unit + from_first}, ahead;
+  while (live(read) && start_of(read) + kRun <= lowest) next(read);  // before the window
   ahead = read;
   for (int i = 0; i < stages - 1; i++) {
     if (live(ahead)) {
@@ -320,7 +314,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 2 : 1) attent
       ptx::mma(score[0], qs[0], qs[1], qs[2], qs[3], b[0], b[1]);
       ptx::mma(score[1], qs[0], qs[1], qs[2], qs[3], b[2], b[3]);
     }
-    const int at = read.page * EXL3_PAGE + read.run * kRun;
+    const int at = start_of(read);
     float highest_now[2] = {best[0], best[1]};
 #pragma unroll
     for (int n = 0; n < 2; n++)
@@ -433,7 +427,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 2 : 1) attent
   __threadfence();
   for (int r = warp; r < rows; r += kAttentionWarps) {
     const float* part = p.partial + ((int64_t)(token + r / heads) * a.heads + head0 + r % heads) * p.splits * (D + 2);
-    finish(r, part, D + 2, p.splits, [&](int n) { return (n - first_page % p.splits + p.splits) % p.splits < active; }, true);
+    finish(r, part, D + 2, p.splits, [&](int n) { return (n - first_unit % p.splits + p.splits) % p.splits < active; }, true);
   }
 #endif
 }
@@ -451,7 +445,7 @@ static AttentionParams make_attention(const exl3_attention_args* a, const Device
   const int64_t wanted = 2 * device.sms / ((int64_t)a->cache.kv_heads * p.chunks);
   const int64_t shared_out = a->tokens <= 8 ? wanted : wanted * 8 / a->tokens;
   p.splits = 1;
-  while (p.splits * 2 <= shared_out && p.splits < 64 && p.splits < a->table_stride) p.splits *= 2;
+  while (p.splits * 2 <= shared_out && p.splits < 64 && p.splits < a->table_stride * (EXL3_PAGE / kUnit)) p.splits *= 2;
   if ((int64_t)a->tokens * a->cache.kv_heads * p.chunks * 4 > kAttentionCounters) p.splits = 1;
   return p;
 }

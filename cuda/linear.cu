@@ -52,15 +52,19 @@ struct Plan {
   int64_t scales, image, partial, total;  // workspace offsets
 };
 
-// Slices of the inner dimension: as many as leave no multiprocessor with more work than another, at least two blocks on each.
-static int choose_slices(int units, int blocks, int sms) {
+// Slices of the inner dimension, from 1 to 8. A model of the time, fitted to measurements on an H200: the rows of tiles of the busiest
+// multiprocessor, dearer with fewer than `resident` blocks on it (less latency hidden) and where not all blocks run at once.
+static int choose_slices(int units, int blocks, int resident, int sms) {
+  static const double few[4] = {1.0, 1.35, 1.1, 1.0};
   int best = 1;
   double best_cost = 1e30;
-  for (int s = 1; s <= kMaxSlices && s <= blocks; s += s < 4 ? 1 : 4) {
-    const int usable = s > 4 ? sms * 10 / 11 : s > 1 ? sms * 32 / 33 : sms;  // large clusters leave some multiprocessors out
-    const int64_t all = (int64_t)units * s, each = (all + usable - 1) / usable;
-    const double work = (double)each * ((blocks + s - 1) / s);          // rows of tiles on the busiest multiprocessor
-    const double cost = work + 3.0 * (double)each + (each < 2 ? 4.0 : 0.0);  // what a block costs besides, and too few warps
+  for (int s : {1, 2, 3, 4, 8}) {
+    if (s > blocks) break;
+    const int64_t all = (int64_t)units * s, each = (all + sms - 1) / sms;
+    const int64_t places = (int64_t)resident * (s > 4 ? sms * 10 / 11 : sms);  // large clusters leave some out
+    double cost = (double)each * ((blocks + s - 1) / s);
+    if (each < resident) cost *= each == 1 && resident == 2 ? 1.2 : few[each];
+    if (all > places) cost *= each > 4 * resident ? 1.15 : 1.5;
     if (cost < best_cost) {
       best_cost = cost;
       best = s;
@@ -111,7 +115,8 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   const bool few = a->rows <= kRows && !(bytes && a->planes == 0);
   plan.blocks = a->rows <= 16 ? 2 : 4;
   plan.row_tiles = few ? 1 : (a->rows + plan.blocks * 8 - 1) / (plan.blocks * 8);
-  p.slices = choose_slices(plan.units * plan.row_tiles, p.blocks, device.sms);
+  const int columns = few ? (bytes ? p.planes : 1) * a->rows : plan.blocks * 8;
+  p.slices = choose_slices(plan.units * plan.row_tiles, p.blocks, columns <= 8 ? 3 : columns <= 16 ? 2 : 1, device.sms);
   if (const char* s = getenv("EXL3_CUDA_SLICES")) p.slices = atoi(s);
   auto cut = [&] {
     p.slice_blocks = p.blocks / p.slices;
@@ -136,7 +141,7 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   }
   const bool clusters = device.code >= 90;
   const int steps = (widest_slice(p) + rows_in_slot(w.k2) - 1) / rows_in_slot(w.k2) * p.segments;
-  p.ring_slots = clusters && steps < kRingSlots ? steps : kRingSlots;
+  p.ring_slots = steps < kRingSlots ? steps : kRingSlots;
 
   int64_t at = kCounterBytes;
   plan.scales = take(at, (int64_t)p.rotations * a->rows * p.slices * sizeof(SliceScale));
@@ -180,6 +185,8 @@ static WidePlan make_wide(const exl3_linear_args* a, const Plan& plan) {
   p.x_stride = from.x_stride;
   p.norm_eps = from.norm_eps;
   wide.units = plan.units;
+  p.units = plan.units;
+  p.pair = p.rotations == 1 && plan.units > 1;
   int64_t at = kCounterBytes;
   wide.scales = take(at, (int64_t)p.rotations * a->rows * sizeof(SliceScale));
   wide.image = take(at, (int64_t)p.rotations * p.steps * p.row_tiles * kWideRows * 128);
@@ -245,10 +252,14 @@ static int launch_wide(const exl3_linear_args* a, int k2, const Plan& plan, void
   p.image = (uint8_t*)a->workspace + wide.image;
   if (const int status = launch(prepare_wide, dim3(a->rows, p.rotations), 256, 0, 1, p, stream, "linear: rotation")) return status;
   const auto kernel = find_wide(k2).kernel[plan.mode == kDecodeBytes ? 0 : 1];
-  const int blocks = wide.units * p.row_tiles, shared = wide_shared(k2);
-  if (!a->activation) return launch(kernel, dim3(blocks), kWideThreads, shared, 1, p, stream, "linear");
+  const int shared = wide_shared(k2);
+  auto start = [&](const char* what) {
+    return launch(kernel, p.pair ? dim3(2, p.row_tiles, (p.units + 1) / 2) : dim3(1, p.row_tiles, p.units), kWideThreads, shared,
+                  p.pair ? 2 : 1, p, stream, what);
+  };
+  if (!a->activation) return start("linear");
   // the gate goes to y, then up multiplies what it finds there
-  if (const int status = launch(kernel, dim3(blocks), kWideThreads, shared, 1, p, stream, "linear: gate")) return status;
+  if (const int status = start("linear: gate")) return status;
   p.matrix[0] = p.matrix[1];
   p.activation = a->activation;
   if (p.rotations > 1) {
@@ -256,7 +267,7 @@ static int launch_wide(const exl3_linear_args* a, int k2, const Plan& plan, void
     p.image += (int64_t)p.steps * p.row_tiles * kWideRows * 128;
     p.scales += p.rows;
   }
-  return launch(kernel, dim3(blocks), kWideThreads, shared, 1, p, stream, "linear: up");
+  return start("linear: up");
 }
 
 static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const Device& device, void* stream) {

@@ -1,7 +1,7 @@
 // The product of few rows with trellis weights: memory-bound decode, and up to 32 rows a pass above it.
 //
 // A block of eight warps owns 128 output columns and a slice of the inner dimension. Each warp streams its own rows of tiles through a
-// private ring of bulk copies (no barrier between warps), turns bits into matrix operands in registers, and multiplies with the tensor
+// private ring of asynchronous copies (no barrier between warps), turns bits into matrix operands in registers, and multiplies with the tensor
 // cores: the weights are the A operand (output columns are its rows), the input is B. For up to eight rows the operand is the hash
 // product itself (spec: its bytes, or its two halves, sum to the weight), so nothing is decoded at all; int8 activations come in two planes,
 // which makes 16 bits. The slices of one column group form a cluster: they add up over distributed shared memory in a fixed order, and
@@ -66,25 +66,34 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
   for (int r = 0; r < rows; r++) {
     const void* x = row_of(p.x, (int64_t)(row0 + r) * p.x_stride, p.x_dtype);
     float most = 0.f;
-    for (int b = warp; b < blocks; b += kWarps) {
-      const int i = (begin + b) * 128 + 4 * lane;
-      const uint2 signs = *(const uint2*)(suh + i);
-      float v[4];
-      load4(x, i, p.in_features, p.x_dtype, v);
-      if (p.norm_weight) {
-        float w[4];
-        load4(p.norm_weight, i, p.in_features, EXL3_F32, w);
+    constexpr int kBatch = 4;  // loads of several blocks under way together
+    for (int first = warp; first < blocks; first += kBatch * kWarps) {
+      float v[kBatch][4], w[kBatch][4];
+      uint2 signs[kBatch];
 #pragma unroll
-        for (int e = 0; e < 4; e++) v[e] *= space.norm[r] * w[e];
+      for (int k = 0; k < kBatch; k++) {
+        const int b = first + k * kWarps, i = (begin + b) * 128 + 4 * lane;
+        if (b >= blocks) break;
+        load4(x, i, p.in_features, p.x_dtype, v[k]);
+        if (p.norm_weight) load4(p.norm_weight, i, p.in_features, EXL3_F32, w[k]);
+        signs[k] = *(const uint2*)(suh + i);
       }
-      v[0] *= half_to_float((uint16_t)signs.x);
-      v[1] *= half_to_float((uint16_t)(signs.x >> 16));
-      v[2] *= half_to_float((uint16_t)signs.y);
-      v[3] *= half_to_float((uint16_t)(signs.y >> 16));
-      hadamard128(v);
 #pragma unroll
-      for (int e = 0; e < 4; e++) most = fmaxf(most, fabsf(v[e] *= HADAMARD128_SCALE));
-      *(float4*)(stage + (r * blocks + b) * 128 + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
+      for (int k = 0; k < kBatch; k++) {
+        const int b = first + k * kWarps;
+        if (b >= blocks) break;
+        if (p.norm_weight)
+#pragma unroll
+          for (int e = 0; e < 4; e++) v[k][e] *= space.norm[r] * w[k][e];
+        v[k][0] *= half_to_float((uint16_t)signs[k].x);
+        v[k][1] *= half_to_float((uint16_t)(signs[k].x >> 16));
+        v[k][2] *= half_to_float((uint16_t)signs[k].y);
+        v[k][3] *= half_to_float((uint16_t)(signs[k].y >> 16));
+        hadamard128(v[k]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) most = fmaxf(most, fabsf(v[k][e] *= HADAMARD128_SCALE));
+        *(float4*)(stage + (r * blocks + b) * 128 + 4 * lane) = make_float4(v[k][0], v[k][1], v[k][2], v[k][3]);
+      }
     }
     // non-negative floats order like integers
     const int most_bits = (int)__reduce_max_sync(~0u, __float_as_uint(most));
@@ -182,45 +191,25 @@ __global__ void __launch_bounds__(kWarps * 32, 4) prepare_input(const __grid_con
 }
 
 // ------------------------------------------------------------------------------------------------ the ring of one warp
-template <int K2, int MODE, int NB>
-struct Stream {
-  static constexpr int kTileRow = 128 * K2, kIn = rows_in_slot(K2), kImage = MODE >= kDecodeBytes ? NB * 8 * 32 : 0;
-  static constexpr int kSlot = kIn * (kTileRow + kImage);
+// Copies of 16 bytes a lane cost fewer instructions here than bulk copies of a row of tiles: those need uniform addresses and a barrier.
+template <int BYTES, int ROWS>
+struct Feed {
+  const uint8_t* next;  // the lane's own 16 bytes of the next row
+  int pitch, left, segment;
 
-  uint8_t* ring;
-  const uint8_t* weights[2];  // first row of tiles of this warp, each segment
-  const uint8_t* images[2];   // the streamed input of this warp, each segment
-  int64_t pitch[2];           // bytes from one row of tiles of this warp to the next
-  int64_t image_pitch;
-  int blocks, steps, total, slots;
-#if __CUDA_ARCH__ >= 900
-  uint64_t* full;
-#endif
-
-  __device__ __forceinline__ int rows_of(int step) const { return min(kIn, blocks - (step % steps) * kIn); }
-
-  // Starts the copies of one step: its weights, its input, or both.
-  __device__ __forceinline__ void start(int step, int slot, bool with_weights, bool with_image, int lane) const {
-    const int segment = step >= steps, first = (step - segment * steps) * kIn, rows = min(kIn, blocks - first);
-    uint8_t* to = ring + slot * kSlot;
-    const int64_t w_pitch = segment ? pitch[1] : pitch[0];
-    const uint8_t* w = (segment ? weights[1] : weights[0]) + first * w_pitch;
-    const uint8_t* image = segment ? images[1] : images[0];
-#if __CUDA_ARCH__ >= 900
-    if (with_weights) {
-      if (lane == 0) ptx::barrier_expect(full + slot, rows * (kTileRow + kImage));
-      __syncwarp();
-      if (lane < rows) ptx::bulk_load(to + lane * kTileRow, w + lane * w_pitch, kTileRow, full + slot);
+  // Starts the copies of up to ROWS more rows into a slot (the lane's own place in it); open(feed, segment) goes on to another segment.
+  template <class Open>
+  __device__ __forceinline__ void fill(uint8_t* to, int lane, int segments, Open open) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      if (r < left)
+#pragma unroll
+        for (int at = 0; at < BYTES; at += 512)
+          if (at + 512 <= BYTES || lane * 16 < BYTES - at) ptx::copy16(to + r * BYTES + at, next + at);
+      next += pitch;
     }
-    if (kImage && with_image && lane < rows)
-      ptx::bulk_load(to + kIn * kTileRow + lane * kImage, image + (first + lane) * image_pitch, kImage, full + slot);
-#else
-    if (with_weights)
-      for (int i = lane * 16; i < rows * kTileRow; i += 512) ptx::copy16(to + i, w + (i / kTileRow) * w_pitch + i % kTileRow);
-    if (kImage && with_image)
-      for (int i = lane * 16; i < rows * kImage; i += 512)
-        ptx::copy16(to + kIn * kTileRow + i, image + (first + i / kImage) * image_pitch + i % kImage);
-#endif
+    left -= min(ROWS, left);
+    if (left == 0 && segment + 1 < segments) open(*this, segment + 1);
   }
 };
 
@@ -236,13 +225,12 @@ template <int K2, int MODE, int NB>
 __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlocksPerSm) product_kernel(const __grid_constant__ ProductParams p) {
 #if __CUDA_ARCH__ >= 800
   using Sum = typename ProductTraits<K2, MODE, NB>::Sum;
-  using Ring = Stream<K2, MODE, NB>;
+  constexpr int kTileRow = 128 * K2, kIn = rows_in_slot(K2), kImage = MODE >= kDecodeBytes ? NB * 8 * 32 : 0, kSlot = kIn * (kTileRow + kImage);
   constexpr bool kResident = MODE < kDecodeBytes;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ InputSpace space;
   __shared__ SliceScale scales[2][kResident ? kRows : 1];
 #if __CUDA_ARCH__ >= 900
-  __shared__ __align__(8) uint64_t full[kWarps][kRingSlots];
   __shared__ __align__(8) uint64_t image_full, received_full;
 #endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -256,30 +244,29 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
   const int begin = slice_begin(p, slice), blocks = slice_begin(p, slice + 1) - begin;
   const bool two_images = p.rotations > 1 && p.segments > 1;
 
-  Ring ring;
-  ring.ring = shared + warp * p.ring_slots * Ring::kSlot;
-  ring.blocks = blocks;
-  ring.steps = (blocks + Ring::kIn - 1) / Ring::kIn;
-  ring.total = ring.steps * p.segments;
-  ring.slots = p.ring_slots;
-#pragma unroll
-  for (int s = 0; s < 2; s++) {
-    const ProductMatrix& w = p.matrix[s && p.segments > 1 ? 1 : m];
-    const int64_t row_bytes = (int64_t)w.columns * 16 * K2;
-    ring.weights[s] = w.trellis + (begin * 8 + warp) * row_bytes + group * Ring::kTileRow;
-    ring.pitch[s] = 8 * row_bytes;
-  }
+  uint8_t* ring = shared + warp * p.ring_slots * kSlot;
+  const int steps = (blocks + kIn - 1) / kIn;  // of a segment
   const int64_t image_row = (int64_t)columns * image_column_bytes(MODE);
   const int row_tiles = kResident ? 1 : (p.rows + NB * 8 - 1) / (NB * 8);
   const int64_t image_size = (int64_t)p.blocks * 8 * image_row;
-  if constexpr (!kResident) {
-#pragma unroll
-    for (int s = 0; s < 2; s++) {
-      const int rotation = two_images ? s : p.rotations > 1 ? m : 0;
-      ring.images[s] = p.image + (rotation * row_tiles + row_tile) * image_size + (begin * 8 + warp) * image_row;
-    }
-    ring.image_pitch = 8 * image_row;
-  }
+  Feed<kTileRow, kIn> weights;
+  auto open_weights = [&](Feed<kTileRow, kIn>& f, int segment) {
+    const ProductMatrix& w = p.matrix[p.segments > 1 ? segment : m];
+    const int64_t row_bytes = (int64_t)w.columns * 16 * K2;
+    f.next = w.trellis + (begin * 8 + warp) * row_bytes + group * kTileRow + lane * 16;
+    f.pitch = (int)(8 * row_bytes);
+    f.left = blocks;
+    f.segment = segment;
+  };
+  open_weights(weights, 0);
+  Feed<kImage, kIn> inputs;
+  auto open_inputs = [&](Feed<kImage, kIn>& f, int segment) {
+    const int rotation = two_images ? segment : p.rotations > 1 ? m : 0;
+    f.next = p.image + (rotation * row_tiles + row_tile) * image_size + (begin * 8 + warp) * image_row + lane * 16;
+    f.pitch = (int)(8 * image_row);
+    f.left = blocks;
+    f.segment = segment;
+  };
 
   const int each = (rows + p.slices - 1) / p.slices;                         // rows a slice finishes at most
   const int finishes = slice < rows ? (rows - slice - 1) / p.slices + 1 : 0;  // and this one: rows slice, slice + slices, ...
@@ -292,35 +279,32 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     if (i < 2) ptx::prefetch(w.svh + group * 128 + i * 64);
   }
   if constexpr (kResident) clear(space);
-  const int ahead = min(ring.slots, ring.total);
-#if __CUDA_ARCH__ >= 900
-  ring.full = full[warp];
-  if (lane == 0) {
 #pragma unroll
-    for (int i = 0; i < kRingSlots; i++) ptx::barrier_init(&full[warp][i], 1);
-    if (warp == 0) {
-      ptx::barrier_init(&image_full, 1);
-      ptx::barrier_init(&received_full, 1);
-    }
-    ptx::barrier_init_done();
-    if (warp == 0 && p.slices > 1 && finishes > 0) ptx::barrier_expect(&received_full, finishes * p.segments * p.slices * 512);
+  for (int i = 0; i < kRingSlots; i++) {  // one group of copies a step, empty ones too: so the oldest of the last three is the next step's
+    if (i < p.ring_slots) weights.fill(ring + i * kSlot + lane * 16, lane, p.segments, open_weights);
+    if (kResident) ptx::copy_commit();
   }
-  __syncwarp();
-#pragma unroll 1
-  for (int i = 0; i < ahead; i++) ring.start(i, i, true, false, lane);
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(&image_full, 1);
+    ptx::barrier_init(&received_full, 1);
+    ptx::barrier_init_done();
+    if (p.slices > 1 && finishes > 0) ptx::barrier_expect(&received_full, finishes * p.segments * p.slices * 512);
+  }
   __syncthreads();
   if (p.slices > 1) ptx::cluster_arrive();
-  ptx::wait_for_previous();
-  if constexpr (!kResident)
-#pragma unroll 1
-    for (int i = 0; i < ahead; i++) ring.start(i, i, false, true, lane);
 #else
-  for (int i = 0; i < kRingSlots; i++) {
-    if (i < ahead) ring.start(i, i, true, true, lane);
-    ptx::copy_commit();
-  }
   __syncthreads();
 #endif
+  ptx::wait_for_previous();
+  if constexpr (!kResident) {
+    open_inputs(inputs, 0);
+#pragma unroll
+    for (int i = 0; i < kRingSlots; i++) {
+      if (i < p.ring_slots) inputs.fill(ring + i * kSlot + kIn * kTileRow + lane * 16, lane, p.segments, open_inputs);
+      ptx::copy_commit();
+    }
+  }
 
   // the input of this slice: rotated here, or fetched
   float* exchange = (float*)(shared + layout.exchange);
@@ -374,48 +358,45 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
 #if __CUDA_ARCH__ >= 900
   bool started = p.slices == 1;
 #endif
-  int slot = 0, phase = 0;
+  int slot = 0;
+  const int operand_row = 8 * columns * image_column_bytes(MODE);  // bytes from one row of tiles of this warp to its next
   for (int segment = 0; segment < p.segments; segment++) {
     const uint32_t multiplier = p.matrix[p.segments > 1 ? segment : m].multiplier, addend = p.matrix[p.segments > 1 ? segment : m].addend;
-    const uint8_t* operands = image + (two_images ? segment * (int64_t)blocks * 8 * image_row : 0);
-    for (int step = 0; step < ring.steps; step++) {
-      const int at = segment * ring.steps + step;
-#if __CUDA_ARCH__ >= 900
-      ptx::barrier_wait(&full[warp][slot], phase);
-#else
+    // columns past the last repeat it: their products are not used
+    const uint8_t* operand = image + (two_images ? segment * (int64_t)blocks * 8 * image_row : 0) +
+                             (warp * columns + min(g, columns - 1)) * image_column_bytes(MODE) + q * (MODE == kBytes ? 4 : 8);
+    for (int step = 0; step < steps; step++) {
       ptx::copy_wait<kRingSlots - 1>();
       __syncwarp();
-#endif
-      const uint8_t* in_slot = ring.ring + slot * Ring::kSlot;
-      const int in_step = ring.rows_of(step);
+      uint8_t* in_slot = ring + slot * kSlot;
+      const int in_step = min(kIn, blocks - step * kIn);
 #pragma unroll
-      for (int r = 0; r < Ring::kIn; r++) {
+      for (int r = 0; r < kIn; r++) {
         if (r >= in_step) break;
         uint32_t b[NB][4];
 #pragma unroll
         for (int n = 0; n < NB; n++) {
           if constexpr (MODE == kBytes) {
-            const int column = min(n * 8 + g, columns - 1);
-            const uint32_t v = *(const uint32_t*)(operands + (((step * Ring::kIn + r) * 8 + warp) * columns + column) * 16 + q * 4);
+            const uint32_t v = *(const uint32_t*)(operand + n * 128);
 #pragma unroll
             for (int e = 0; e < 4; e++) b[n][e] = __byte_perm(v, 0, 0x1111 * e);
           } else if constexpr (MODE == kPairs) {
-            const int column = min(g, columns - 1);
-            const uint2 v = *(const uint2*)(operands + (((step * Ring::kIn + r) * 8 + warp) * columns + column) * 32 + q * 8);
+            const uint2 v = *(const uint2*)operand;
             b[n][0] = __byte_perm(v.x, 0, 0x1010);
             b[n][1] = __byte_perm(v.x, 0, 0x3232);
             b[n][2] = __byte_perm(v.y, 0, 0x1010);
             b[n][3] = __byte_perm(v.y, 0, 0x3232);
           } else {
-            const uint2 v = *(const uint2*)(in_slot + Ring::kIn * Ring::kTileRow + r * Ring::kImage + (n * 8 + g) * 32 + q * 8);
+            const uint2 v = *(const uint2*)(in_slot + kIn * kTileRow + r * kImage + (n * 8 + g) * 32 + q * 8);
             b[n][0] = v.x;
             b[n][1] = v.y;
           }
         }
+        operand += operand_row;
 #pragma unroll
         for (int t = 0; t < 8; t++) {
           uint32_t s[8];
-          read_states<K2>((const uint32_t*)(in_slot + r * Ring::kTileRow + t * 16 * K2), run, s);
+          read_states<K2>((const uint32_t*)(in_slot + r * kTileRow + t * 16 * K2), run, s);
           if constexpr (MODE == kBytes || MODE == kPairs) {
 #pragma unroll
             for (int j = 0; j < 8; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
@@ -437,18 +418,14 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
         }
       }
       __syncwarp();
-      if (at + ring.slots < ring.total) ring.start(at + ring.slots, slot, true, true, lane);
-#if __CUDA_ARCH__ < 900
+      weights.fill(in_slot + lane * 16, lane, p.segments, open_weights);
+      if constexpr (!kResident) inputs.fill(in_slot + kIn * kTileRow + lane * 16, lane, p.segments, open_inputs);
       ptx::copy_commit();
-#endif
-      if (++slot == ring.slots) {
-        slot = 0;
-        phase ^= 1;
-      }
+      if (++slot == p.ring_slots) slot = 0;
     }
 
     // add up the eight warps: the last ones hand their sums on until as many are left as have a slot; all threads add up the slots
-    const int pairs = operand_pairs(columns), slots = exchange_slots(columns);
+    const int pairs = operand_pairs(columns), slots = exchange_slots(columns, MODE);
     auto slot_of_warp = [&](int s, int t, int n, int h) { return (Sum*)exchange + (s * 128 + t * 16 + g + 8 * h) * pairs + n * 8 + 2 * q; };
     auto each_sum = [&](auto f) {
 #pragma unroll

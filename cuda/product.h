@@ -84,7 +84,8 @@ struct ProductShared {  // offsets in dynamic shared memory
 };
 inline __host__ __device__ int operand_pairs(int columns) { return (columns + 1) & ~1; }  // columns go in pairs
 // Warps that write their sums side by side; more of them, fewer rounds.
-inline __host__ __device__ int exchange_slots(int columns) { return columns <= 4 ? 8 : columns <= 8 ? 4 : 2; }
+// fp16 rows have one number of slots, so that their order of adding does not depend on how many there are.
+inline __host__ __device__ int exchange_slots(int columns, int mode) { return columns > 8 ? 2 : columns > 4 || mode != kBytes ? 4 : 8; }
 // columns: live operand columns; rows: of x in this block.
 inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int mode, int columns, int rows) {
   ProductShared s;
@@ -93,7 +94,7 @@ inline __host__ __device__ ProductShared product_shared(const ProductParams& p, 
   const bool resident = mode < kDecodeBytes;
   s.exchange = s.image + (resident ? p.rotations > 1 && p.segments > 1 ? 2 : 1 : 0) * inputs * columns * image_column_bytes(mode);
   const int stage = p.fused ? rows * widest_slice(p) * 512 : 0;  // the exchange area holds the rotated input first
-  int exchange = exchange_slots(columns) * 128 * operand_pairs(columns) * 4;
+  int exchange = exchange_slots(columns, mode) * 128 * operand_pairs(columns) * 4;
   if (exchange < stage) exchange = stage;
   s.received = s.exchange + exchange;
   const int each = (rows + p.slices - 1) / p.slices;

@@ -1,7 +1,8 @@
 // The product of many rows on sm_90a: weights decoded in registers, straight into wgmma's A operand.
 //
 // A block owns 128 output columns and 128 rows of x; two blocks share a multiprocessor, so that one's epilogue hides behind the other's
-// products. One tile of weights is one A fragment of one warp, with output columns as its rows; x is the B operand. The input is rotated once
+// products. Two neighbours in columns form a cluster and fetch half of the input each, for both: reads of the L2 cache are the limit
+// otherwise. One tile of weights is one A fragment of one warp, with output columns as its rows; x is the B operand. The input is rotated once
 // by prepare_wide and laid out in the very order, swizzle included, that wgmma reads, so plain bulk copies fetch it. The first thread
 // feeds a ring of stages of 64 inputs on the way. mul1 weights go in as 1024 + byte sum, exact in fp16; scale and shift belong to the epilogue, which
 // turns each row's 128 sums by the Hadamard transform, one row a thread.
@@ -21,6 +22,7 @@ struct WideParams {
   ProductMatrix matrix[EXL3_MAX_GROUP];
   int32_t first_group[EXL3_MAX_GROUP + 1];
   int32_t count, rows, row_tiles, steps;  // steps: in_padded / 64
+  int32_t units, pair;  // groups of 128 columns; pair: grid (2, row tiles, units / 2) in clusters of 2, else (1, row tiles, units)
   int32_t in_features, x_dtype, y_dtype, accumulate;
   int32_t activation;   // y = act(y) * result: y holds the gate
   int32_t rotations;
@@ -137,7 +139,9 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
   extern __shared__ uint8_t raw[];
   uint8_t* shared = (uint8_t*)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
   __shared__ __align__(8) uint64_t full[kStages], empty[kStages];
-  const int tile = blockIdx.x % p.row_tiles, unit = blockIdx.x / p.row_tiles, warp = threadIdx.x / 32, thread = threadIdx.x, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x, tile = blockIdx.y, of_pair = p.pair ? blockIdx.z * 2 + rank : blockIdx.z;
+  const int unit = min(of_pair, p.units - 1);  // an odd last one is computed twice and stored once
+  const int warp = threadIdx.x / 32, thread = threadIdx.x, lane = threadIdx.x % 32;
   int m = 0;
   while (m + 1 < p.count && unit >= p.first_group[m + 1]) m++;
   const int group = unit - p.first_group[m];
@@ -145,11 +149,12 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       ptx::barrier_init(full + i, 1);
-      ptx::barrier_init(empty + i, 8);
+      ptx::barrier_init(empty + i, p.pair ? 16 : 8);
     }
     ptx::barrier_init_done();
   }
   __syncthreads();
+  if (p.pair) ptx::cluster_arrive();
   ptx::launch_dependents();
 
   const int64_t pitch = (int64_t)w.columns * 16 * K2, step_bytes = (int64_t)p.row_tiles * kImage;
@@ -160,14 +165,22 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
     for (int r = 0; r < 4; r++)
       ptx::bulk_load(shared + stage * kStage + kImage + r * kTileRow, weights + (step * 4 + r) * pitch, kTileRow, full + stage);
   };
-  auto fetch_image = [&](int step, int stage) { ptx::bulk_load(shared + stage * kStage, image + step * step_bytes, kImage, full + stage); };
+  auto fetch_image = [&](int step, int stage) {
+    const int half = rank * (kImage / 2);
+    if (p.pair)
+      ptx::bulk_load_multicast(shared + stage * kStage + half, image + step * step_bytes + half, kImage / 2, full + stage, 3);
+    else
+      ptx::bulk_load(shared + stage * kStage, image + step * step_bytes, kImage, full + stage);
+  };
   if (threadIdx.x == 0) {
     const int ahead = min(kStages, p.steps);
     for (int i = 0; i < ahead; i++) fetch_weights(i, i);
-    ptx::wait_for_previous();
-    for (int i = 0; i < ahead; i++) fetch_image(i, i);
   }
+  __syncwarp();
+  if (p.pair) ptx::cluster_wait();  // the other block's barriers are ready
   ptx::wait_for_previous();
+  if (threadIdx.x == 0)
+    for (int i = 0; i < min(kStages, p.steps); i++) fetch_image(i, i);
   float d[64];
 #pragma unroll
   for (int i = 0; i < 64; i++) d[i] = 0.f;
@@ -195,7 +208,11 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
         wgmma128(d, now, b + r * 2);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the product before is done: its operand may go
-        if (r == 0 && step > 0 && lane == 0) ptx::barrier_arrive(empty + (stage ? stage - 1 : kStages - 1));  // the stage before is consumed
+        if (r == 0 && step > 0 && lane == 0) {  // the stage before is consumed
+          uint64_t* before = empty + (stage ? stage - 1 : kStages - 1);
+          ptx::barrier_arrive(before);
+          if (p.pair) ptx::barrier_arrive_in_cluster(ptx::address_in_cluster(before, rank ^ 1));
+        }
         if (r == 2 && threadIdx.x == 0 && step >= 2 && step - 2 + kStages < p.steps) {  // refill the one before that: all warps have left it
           const int old = stage >= 2 ? stage - 2 : stage + kStages - 2;
           ptx::barrier_wait(empty + old, ((step - 2) / kStages) & 1);
@@ -210,6 +227,8 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
+  __syncwarp();
+  if (p.pair) ptx::cluster_arrive();  // no more arrivals from here; the other block may go once it knows
 
   // sums to shared memory, [row of x][output column]
   const int g = lane / 4, q = lane % 4;
@@ -271,7 +290,7 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
     bias[e] = w.bias && c + e < w.out_features ? w.bias[c + e] : 0.f;
   }
   const bool whole = c + 4 <= w.out_features && w.y_stride % 4 == 0 && ((uintptr_t)w.y & 15) == 0;
-  for (int r = warp; r < rows; r += 8) {
+  for (int r = warp; r < rows && unit == of_pair; r += 8) {
     const float4 f = *(const float4*)(sums + r * kWidePitch + 4 * lane);
     float v[4] = {f.x, f.y, f.z, f.w};
     void* y = row_of(w.y, (int64_t)(row0 + r) * w.y_stride, p.y_dtype);
@@ -293,6 +312,7 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
         if (c + e < w.out_features) store(y, c + e, p.y_dtype, v[e]);
     }
   }
+  if (p.pair) ptx::cluster_wait();
 #endif
 }
 #endif
