@@ -118,7 +118,17 @@ def test(wheel: Path, torch: str, extra_index: str, extras: bool) -> None:
         step("without torch: one sentence and the pip line")
         more = ["--extra-index-url", extra_index] if extra_index else []
         wanted = f"{wheel.resolve()}[grammar,serve,plot,hub]" if extras else str(wheel.resolve())
-        home("-m", "pip", "install", "-q", "--only-binary", ":all:", *more, wanted, f"torch=={torch}" if torch else "torch")
+        home(
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--only-binary",
+            ":all:",
+            *more,
+            wanted,
+            f"torch=={torch}{'.*' * (torch.count('.') == 1)}" if torch else "torch",
+        )
         home("-m", "pip", "check")
         seconds = [float(home("-c", "import time; t = time.perf_counter(); import exl3; print(time.perf_counter() - t)")) for _ in range(3)]
         whole = [
@@ -172,10 +182,19 @@ def test(wheel: Path, torch: str, extra_index: str, extras: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, help="a wheel, or a folder: its wheel for this Python")
+    parser.add_argument("--label", default="", help="of the wheel in the folder")
     parser.add_argument("--torch", default="")
     parser.add_argument("--extra-index", default="")
     parser.add_argument("--extras", action="store_true")
     options = parser.parse_args()
-    print(f"install test of {options.wheel.name}")
-    test(options.wheel, options.torch, options.extra_index, options.extras)
+    path = options.wheel
+    if path.is_dir():
+        version = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+        pattern = f"exl3-*+{options.label}-{version}-*.whl" if options.label else f"exl3-[!+]*-{version}-*.whl"
+        fitting = [p for p in path.glob(pattern) if options.label or "+" not in p.name]
+        if len(fitting) != 1:
+            raise SystemExit(f"{path}: one wheel of '{options.label}' for {version} wanted, found {[p.name for p in fitting]}")
+        path = fitting[0]
+    print(f"install test of {path.name}")
+    test(path, options.torch, options.extra_index, options.extras)

@@ -22,6 +22,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNERS = {"linux_x86_64": "ubuntu-24.04", "linux_aarch64": "ubuntu-24.04-arm", "windows_amd64": "windows-2022"}
+MANYLINUX = "quay.io/pypa/manylinux_2_28_"
 # platform -> the tag in cibuildwheel's build identifiers
 BUILD_TAGS = {"linux_x86_64": "manylinux_x86_64", "linux_aarch64": "manylinux_aarch64", "windows_amd64": "win_amd64"}
 
@@ -51,8 +52,10 @@ def jobs(matrix: dict[str, Any], kind: str) -> list[dict[str, str]]:
     if kind == "kernels":
         for name, kernel in matrix["kernels"].items():
             for platform in kernel["platforms"]:
+                container = "debian:bookworm" if kernel["backend"] == "rocm" else MANYLINUX + platform.removeprefix("linux_")
                 out.append({
                     "kernel": name, "backend": kernel["backend"], "platform": platform, "runner": RUNNERS[platform],
+                    "container": container if platform.startswith("linux") else "",
                     "toolkit": kernel.get("toolkit", ""), "archs": ";".join(kernel.get("archs", [])),
                     "compress": kernel.get("compress", ""),
                 })  # fmt: skip

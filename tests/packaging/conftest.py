@@ -11,7 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / ".github/scripts"
 
 
-def script(name: str):
+def load(name: str):
     if not SCRIPTS.is_dir():
         pytest.skip("a source archive without .github")
     if str(SCRIPTS) not in sys.path:
@@ -20,5 +20,11 @@ def script(name: str):
 
 
 @pytest.fixture
+def script():
+    """script(name): one of .github/scripts as a module."""
+    return load
+
+
+@pytest.fixture
 def matrix():
-    return script("matrix")
+    return load("matrix")

@@ -29,7 +29,7 @@ def test_nothing_to_say():
     assert findings(FINE) == []
     assert findings(replace(CUDA, label="cu130", card="nvidia", driver_cuda=(13, 0))) == []
     assert findings(replace(CUDA, torch_cuda=None)) == [], "PyPI's wheel on a machine without a card"
-    assert findings(replace(CUDA, label="cu128", torch_cuda="12.8", card="nvidia", driver_cuda=(12, 4))) == [], "minor version compatibility"
+    assert findings(replace(CUDA, label="cu128", torch_cuda="12.8", card="nvidia", driver_cuda=(12, 4))) == []  # one major version
     rocm = replace(FINE, torch_hip="6.4.1", label="rocm6.4", libraries=frozenset({"cpu", "rocm"}), card="amd")
     assert findings(rocm) == []
 
@@ -41,7 +41,7 @@ def test_nothing_to_say():
         (replace(FINE, torch="2.5.1+cu121"), "error", ["2.5.1", "pip install --upgrade 'torch>=2.6'"]),
         (replace(FINE, torch="1.13.1"), "error", ["1.13.1"]),
         (replace(FINE, glibc=(2, 17)), "error", ["glibc 2.17", "2.28", "--no-binary exl3"]),
-        (replace(FINE, native=False, natives=("_native.cpython-310-x.so",)), "error", ["another Python", "cpython-310", "pip install"]),
+        (replace(FINE, native=False, natives=("_native.cpython-310-x.so",)), "error", ["another Python", "cpython-310"]),
         (replace(FINE, natives=()), "note", ["plain torch"]),
         (replace(CUDA, torch_cuda=None, label="cu128"), "warning", ["+cu128", "CPU alone", "whl/cu128"]),
         (replace(CUDA, torch_cuda=None, card="nvidia"), "warning", ["NVIDIA card", "whl/cu130"]),
@@ -92,7 +92,7 @@ def python(code: str, *paths: Path, **environ: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
 
 
-NO_TORCH = "import sys, importlib.abc\nclass H:\n def find_spec(self, n, p=None, t=None):\n  if n == 'torch': raise ModuleNotFoundError(n)\n"
+NO_TORCH = "import sys\nclass H:\n def find_spec(self, n, p=None, t=None):\n  if n == 'torch': raise ModuleNotFoundError(n)\n"
 
 
 def test_import_without_torch():
