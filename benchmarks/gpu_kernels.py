@@ -1,6 +1,6 @@
 """Times the CUDA kernels by graph replay over distinct data larger than the L2 cache, and prints tables.
 
-    python benchmarks/gpu_kernels.py [--only linear,prefill,attention,encode,decode] [--json FILE]
+    python benchmarks/gpu_kernels.py [--only linear,prefill,attention,encode] [--json FILE]
 
 Each figure is the median of 15 replays. Random trellis bits: any bits are a legal code, and timing does not depend on them.
 """
@@ -114,7 +114,9 @@ def prefill(lib: Library) -> list[dict[str, Any]]:
             x = torch.randn(rows, n_in, device="cuda").half()
             us = replay([linear_call(lib, x, [w]) for w in ws])
             tflops = 2 * rows * n_in * n_out / us / 1e6
-            found.append({"kernel": "prefill", "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows, "us": us, "TFLOP/s": tflops})
+            found.append(
+                {"kernel": "prefill", "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows, "us": us, "TFLOP/s": tflops}
+            )
             print(f"prefill {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
     return found
 
@@ -138,7 +140,7 @@ def make_batch(rows: int, length: int, pages_each: int) -> SimpleNamespace:
     )
 
 
-def attention_call(lib: Library, q: torch.Tensor, layer: Any, batch: Any) -> Callable[[], Any]:
+def attention_call(lib: Library, q: torch.Tensor, layer: Any, batch: Any) -> tuple[torch.Tensor, Callable[[], Any]]:
     y = torch.empty_like(q)
     head = (
         *lib.layer(layer), q.data_ptr(), y.data_ptr(), q.stride(0), y.stride(0), batch.positions.data_ptr(), batch.token_row.data_ptr(),
@@ -151,7 +153,7 @@ def attention_call(lib: Library, q: torch.Tensor, layer: Any, batch: Any) -> Cal
     def call(keep: Any = (q, y, layer, batch, space)) -> None:
         lib.call("attention", block)
 
-    return call
+    return y, call
 
 
 def attention(lib: Library) -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ def attention(lib: Library) -> list[dict[str, Any]]:
             layer = make_layer(8, 128, bits, rows * pages)
             batch = make_batch(rows, length, pages)
             q = torch.randn(rows, 32, 128, device="cuda").half()
-            us = replay([attention_call(lib, q, layer, batch)] * 8)
+            us = replay([attention_call(lib, q, layer, batch)[1]] * 8)
             nbytes = rows * length * 8 * 128 * sum(2.0 if b == 16 else b / 8 + 2 / 32 for b in bits)
             found.append({"kernel": "attention", "rows": rows, "length": length, "bits": bits, "us": us, "GB/s": nbytes / us / 1e3})
             print(f"attention {rows} x {length}, cache {bits}: {us:.1f} us, {nbytes / us / 1e3:.0f} GB/s", flush=True)
@@ -190,70 +192,7 @@ def encode(lib: Library) -> list[dict[str, Any]]:
     return found
 
 
-def decode(lib: Library) -> list[dict[str, Any]]:
-    """One decode step of the Llama-3.1-8B shape as one graph: every kernel of 32 layers and the head, no Python in between."""
-    hidden, inner, heads, kv, dim, vocab, layers = 4096, 14336, 32, 8, 128, 128256, 32
-    found = []
-    for rows, length, bits in ((1, 1, 16), (1, 4096, 16), (1, 32768, 16), (1, 32768, 4), (8, 1, 16), (8, 32768, 16), (8, 32768, 4)):
-        pages = -(-length // 256)
-        batch = make_batch(rows, length, pages)
-        cache = make_layer(kv, dim, (bits, bits), rows * pages)
-        more = [cache] + [make_layer(kv, dim, (bits, bits), rows * pages) for _ in range(3)]
-        x = torch.randn(rows, hidden, device="cuda")
-        norm = torch.ones(hidden, device="cuda")
-        half = {"dtype": torch.half, "device": "cuda"}
-        q, k, v = torch.empty(rows, heads, dim, **half), torch.empty(rows, kv, dim, **half), torch.empty(rows, kv, dim, **half)
-        gated = torch.empty(rows, inner, **half)
-        cos, sin = (torch.rand(rows, dim // 2, device="cuda") for _ in range(2))
-        logits = torch.empty(rows, vocab, device="cuda")
-
-        def weight(n_in: int, n_out: int, K: float = 4) -> dict[str, Any]:
-            return random_weights(n_in, n_out, K, "mul1", 1)[0]
-
-        stack = [
-            ([weight(hidden, heads * dim), weight(hidden, kv * dim), weight(hidden, kv * dim)], weight(heads * dim, hidden),
-             [weight(hidden, inner), weight(hidden, inner)], weight(inner, hidden))
-            for _ in range(layers)
-        ]  # fmt: skip
-        head = weight(hidden, vocab, 6)
-
-        def step() -> None:
-            for i, (qkv, o, gate_up, down) in enumerate(stack):
-                layer = more[i % 4]
-                lib.linear(x, qkv, norm=norm, outs=[q.view(rows, -1), k.view(rows, -1), v.view(rows, -1)], shared=True)
-                lib.call("rotary", blocks.ROTARY.pack(
-                    q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), 0, 0, heads * dim, kv * dim, rows, heads, kv, dim, dim, 1, 0, 0.0))  # fmt: skip
-                lib.call("cache_append", blocks.CACHE_APPEND.pack(
-                    *lib.layer(layer), k.data_ptr(), v.data_ptr(), kv * dim, kv * dim, batch.positions.data_ptr(), batch.token_row.data_ptr(),
-                    batch.block_table.data_ptr(), rows, batch.block_table.stride(0), 1))  # fmt: skip
-                attend[i % 4]()
-                lib.linear(attended[i % 4].view(rows, -1), [o], outs=[x], accumulate=True)
-                lib.linear(x, gate_up, norm=norm, activation="silu", outs=[gated], shared=True)
-                lib.linear(gated, [down], outs=[x], accumulate=True)
-            lib.linear(x, [head], norm=norm, outs=[logits])
-
-        attended = [torch.empty_like(q) for _ in range(4)]
-        attend = []
-        for i in range(4):
-            head_ = (
-                *lib.layer(more[i]), q.data_ptr(), attended[i].data_ptr(), q.stride(0), q.stride(0), batch.positions.data_ptr(),
-                batch.token_row.data_ptr(), batch.block_table.data_ptr(), 0,
-            )  # fmt: skip
-            tail = (rows, heads, batch.block_table.stride(0), 1, dim**-0.5, 0.0, 0)
-            space = lib.space("attention", lib.table.attention_workspace(blocks.ATTENTION.pack(*head_, 0, 0, *tail)))
-            block = blocks.ATTENTION.pack(*head_, space.data_ptr(), space.numel(), *tail)
-            attend.append(lambda block=block: lib.call("attention", block))
-        lib.space("linear", 64 << 20)
-        us = replay([step])
-        found.append({"kernel": "decode step, 8B shape", "rows": rows, "length": length, "bits": bits, "us": us, "tokens/s": rows * 1e6 / us})
-        print(f"decode step 8B, {rows} x {length}, {bits}-bit cache: {us:.0f} us, {rows * 1e6 / us:.0f} tokens/s", flush=True)
-        del stack, head, more, cache
-        lib.spaces.clear()
-        torch.cuda.empty_cache()
-    return found
-
-
-KINDS = {"linear": linear, "prefill": prefill, "attention": attention, "encode": encode, "decode": decode}
+KINDS = {"linear": linear, "prefill": prefill, "attention": attention, "encode": encode}
 
 
 def main() -> None:

@@ -10,7 +10,19 @@ from exl3 import codec
 
 # mean squared error on unit Gaussians at the best input scale: quantizer spec 7.4
 SCALE = {1: 1.12, 1.5: 1.02, 2: 1.0, 2.5: 0.96, 3: 0.95, 3.5: 0.94, 4: 0.92, 5: 0.88, 6: 0.83, 7: 0.80, 8: 0.75}
-MSE = {1: 0.2727, 1.5: 0.1374, 2: 0.0684, 2.5: 0.0346, 3: 0.01738, 3.5: 0.00883, 4: 0.00447, 5: 0.00116, 6: 0.000305, 7: 0.0000815, 8: 0.000021}
+MSE = {
+    1: 0.2727,
+    1.5: 0.1374,
+    2: 0.0684,
+    2.5: 0.0346,
+    3: 0.01738,
+    3.5: 0.00883,
+    4: 0.00447,
+    5: 0.00116,
+    6: 0.000305,
+    7: 0.0000815,
+    8: 0.000021,
+}
 RATES = [("mul1", k) for k in SCALE] + [(c, k) for c in ("mcg", "3inst") for k in (1, 2, 3, 4, 5, 6, 7, 8)]
 
 
@@ -47,7 +59,10 @@ def test_as_good_as_the_reference(cuda: Library, K: float) -> None:
     want, values = codec.encode_reference(tiles, K, "mul1")
     states, got = cuda.encode(tiles.cuda(), K, "mul1", MULTIPLIERS["mul1"])
     a, b = float((got.cpu() - tiles).square().mean()), float((values - tiles).square().mean())
-    print(f"K={K}: mean squared error {a:.4g}, reference {b:.4g}, ratio {a / b:.5f}, equal states", (states.cpu().int() & 0xFFFF).eq(want).float().mean())
+    print(
+        f"K={K}: mean squared error {a:.4g}, reference {b:.4g}, ratio {a / b:.5f}, equal states",
+        (states.cpu().int() & 0xFFFF).eq(want).float().mean(),
+    )
     assert abs(a / b - 1) < 3e-3  # 16 tiles; over many the two agree within 0.1 %
 
 

@@ -8,7 +8,9 @@ from harness import Library, exact_weight, random_weight, relative
 
 from exl3.ops import reference
 
-RATES = [("mul1", k) for k in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)] + [(c, k) for c in ("mcg", "3inst") for k in (1, 2, 3, 4, 5, 6, 7, 8)]
+RATES = [("mul1", k) for k in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)] + [
+    (c, k) for c in ("mcg", "3inst") for k in (1, 2, 3, 4, 5, 6, 7, 8)
+]
 EXACT = 1e-3  # relative RMS the contract allows; fp16 results alone cost 2e-4
 
 
@@ -181,7 +183,7 @@ def test_replay(cuda: Library) -> None:
 def test_refusals(cuda: Library) -> None:
     w = random_weight(256, 256, 4, "mul1", "cuda")
     x = torch.randn(1, 256, device="cuda").half()
-    with pytest.raises(RuntimeError, match="half rate|does not exist"):
+    with pytest.raises(RuntimeError, match="does not exist"):
         cuda.linear(x, [dict(random_weight(256, 256, 2.5, "mul1", "cuda"), codebook="mcg")])
     with pytest.raises(RuntimeError, match="fp32"):
         cuda.linear(x, [w], accumulate=True)

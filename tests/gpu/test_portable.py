@@ -71,7 +71,9 @@ def test_rotary_table(lib: Library) -> None:
         assert (cos - want[0]).abs().max() < 1e-6 and (sin - want[1]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("dim,rotary_dim,interleaved,norm", [(64, 64, False, True), (80, 32, False, False), (128, 96, True, True), (512, 512, False, True)])
+@pytest.mark.parametrize(
+    "dim,rotary_dim,interleaved,norm", [(64, 64, False, True), (80, 32, False, False), (128, 96, True, True), (512, 512, False, True)]
+)
 def test_rotary(lib: Library, dim: int, rotary_dim: int, interleaved: bool, norm: bool) -> None:
     tokens, heads, kv = 5, 3, 2
     qkv = torch.randn(tokens, (heads + kv) * dim + 8, device=lib.device).half()
@@ -142,7 +144,10 @@ def test_cache(lib: Library, k_bits: int, v_bits: int, compand: float) -> None:
     start, count = 250, 12
     ks, vs = (nan(count, kv, dim, dtype=torch.float32, device=lib.device) for _ in range(2))
     table = b.block_table[0].contiguous()
-    lib.call("cache_read", blocks.CACHE_READ.pack(*lib.layer(got), ks.data_ptr(), vs.data_ptr(), table.data_ptr(), start, count, D[torch.float32]))
+    lib.call(
+        "cache_read",
+        blocks.CACHE_READ.pack(*lib.layer(got), ks.data_ptr(), vs.data_ptr(), table.data_ptr(), start, count, D[torch.float32]),
+    )
     rk, rv = reference.cache_read(got, table, start, count, torch.float32)
     assert relative(ks, rk) < 1e-3 and relative(vs, rv) < 1e-3
     assert relative(ks, k[:12]) < 2.0 ** (1 - min(k_bits, 11)) and relative(vs, v[:12]) < 2.0 ** (1 - min(v_bits, 11))
@@ -189,7 +194,17 @@ def test_act_mul(lib: Library, activation: str, dtype: torch.dtype) -> None:
     for u in (up, None):
         y = nan(3, 77, dtype=dtype, device=lib.device)
         block = blocks.ACT_MUL.pack(
-            gate.data_ptr(), 0 if u is None else u.data_ptr(), y.data_ptr(), 77, 77, 77, 3, 77, D[dtype], blocks.ACTIVATIONS[activation], *params
+            gate.data_ptr(),
+            0 if u is None else u.data_ptr(),
+            y.data_ptr(),
+            77,
+            77,
+            77,
+            3,
+            77,
+            D[dtype],
+            blocks.ACTIVATIONS[activation],
+            *params,
         )
         lib.call("act_mul", block)
         want = reference.act_mul(gate.float(), None if u is None else u.float(), activation, params)
@@ -232,7 +247,9 @@ def test_embedding_ring(lib: Library, K: int) -> None:
     want[:3] = codec.embedding_decode(table[ids[:3].long()], signs, n)
     ids, table, signs = ids.to(lib.device), table.to(lib.device), signs.to(lib.device)
     y = nan(5, n, dtype=torch.float32, device=lib.device)
-    lib.call("embedding", blocks.EMBEDDING.pack(ids.data_ptr(), table.data_ptr(), signs.data_ptr(), y.data_ptr(), n, 5, n, vocab, 0, 0, K, 1.0))
+    lib.call(
+        "embedding", blocks.EMBEDDING.pack(ids.data_ptr(), table.data_ptr(), signs.data_ptr(), y.data_ptr(), n, 5, n, vocab, 0, 0, K, 1.0)
+    )
     assert relative(y, want) < 1e-6
 
 
@@ -246,7 +263,9 @@ def test_reconstruct(lib: Library, codebook: str, K: float) -> None:
     assert relative(lib.reconstruct(w, True, torch.float32), exact_weight(w)) < 1e-6
 
 
-@pytest.mark.parametrize("x_dtype,w_dtype", [(torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "x_dtype,w_dtype", [(torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
 def test_dense(lib: Library, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     x = torch.randn(11, 203, device=lib.device).to(x_dtype)
     w = torch.randn(77, 203, device=lib.device).to(w_dtype)
@@ -257,7 +276,9 @@ def test_dense(lib: Library, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None
     assert relative(y, x.double() @ w.double().T + bias) < 1e-5
 
 
-def run_sample(lib: Library, logits: torch.Tensor, params: list[SampleParams], history: torch.Tensor | None = None, used: torch.Tensor | None = None):
+def run_sample(
+    lib: Library, logits: torch.Tensor, params: list[SampleParams], history: torch.Tensor | None = None, used: torch.Tensor | None = None
+):
     rows, vocab = logits.shape
     packed = pack_sample_params(params, lib.device)
     ids = torch.full((rows,), -7, dtype=torch.int32, device=lib.device)
