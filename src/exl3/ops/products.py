@@ -29,7 +29,7 @@ def _planes(device: torch.device) -> int:
 
 @cache
 def _default_planes(kind: str) -> int:
-    return int(str(settings.get("EXL3_CPU_PLANES"))) if kind == "cpu" else 0
+    return int(str(settings.get("EXL3_CPU_PLANES"))) if kind == "cpu" else 2
 
 
 class _Group:
