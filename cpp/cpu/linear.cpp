@@ -27,7 +27,8 @@ struct Plan {
   int64_t y_offset[EXL3_MAX_GROUP];
   int64_t units;            // groups of 128 outputs that finish together
   int tiles;                // tile columns in a unit
-  std::atomic<int32_t>* counters;   // [0]: next column to take; [1 + unit]: columns of it that are done
+  std::atomic<int32_t>* counters;   // [0]: next column to take; [apart * (1 + unit)]: columns of it that are done
+  int64_t apart;            // counters to a counter: a cache line where there is room, so that threads don't pass one line to and fro
 };
 
 template <class T> T* take(char*& p, int64_t count) {
@@ -53,6 +54,7 @@ char* lay_out(const exl3_linear_args* a, Plan& p, char* base) {
   }
   p.tiles = a->activation ? 16 : 8;
   p.units = p.out_total / (kTile * p.tiles);
+  p.apart = (p.units + 1) * 64 <= kCounters ? 16 : 1;
   p.y = take<float>(at, p.rows * p.out_total);
   const int64_t cells = p.blocks * p.rows;
   for (int i = 0; i < p.bases; i++) {
@@ -178,34 +180,58 @@ void multiply(const Plan& p, int64_t column) {
   (p.grade == Grade::floats ? k.column_float : byte_kernel(p, w, x.rows) ? k.column_byte : k.column)(c);
 }
 
+// Takes columns as long as there are some, and finishes the units whose last column it did.
+void multiply_share(const Plan& p, int64_t columns, int share, int first_row, int rows) {
+  for (;;) {
+    const int64_t first = p.counters[0].fetch_add(share, std::memory_order_relaxed);
+    if (first >= columns) return;
+    for (int64_t column = first; column < first + share; column++) multiply(p, column);
+    const int64_t unit = first / p.tiles;
+    std::atomic<int32_t>& done = p.counters[p.apart * (1 + unit)];
+    if (done.fetch_add(share, std::memory_order_acq_rel) == p.tiles - share) {
+      done.store(0, std::memory_order_relaxed);
+      finish(p, unit, first_row, rows);
+    }
+  }
+}
+
+// The operands of one row on a thread's own stack: to rotate it again costs less than to wait for it and fetch it from another core.
+struct OwnRow {
+  static constexpr int64_t limit = 8192;   // inputs of all bases
+  alignas(64) int16_t units[2 * limit];
+  int32_t offset[limit / kBlock * 16];
+  float scale[limit / kBlock], total[EXL3_MAX_GROUP];
+  Plan plan;
+  OwnRow(const Plan& p, const void* x) : plan(p) {
+    for (int i = 0; i < p.bases; i++) {
+      const int64_t block = i * p.blocks;
+      Operand& own = plan.x[i];
+      own.units = units + block * 2 * kBlock, own.offset = offset + block * 16, own.scale = scale + block, own.total = total + i;
+      prepare(plan, i, 0, x);
+    }
+  }
+};
+
 void run_batch(Plan& p, int first_row, int rows, int threads) {
   for (int i = 0; i < p.bases; i++) p.x[i].rows = rows;
-  const char* x = (const char*)p.a->x;
   const int64_t row_bytes = p.a->x_stride * kSize[p.a->x_dtype];
-  const int64_t jobs = (int64_t)rows * p.bases;
-  parallel_for(jobs * p.in_padded < 32768 ? 1 : threads, jobs, [&](int64_t i) { prepare(p, (int)(i / rows), (int)(i % rows), x + (first_row + i % rows) * row_bytes); });
-
+  const char* x = (const char*)p.a->x + first_row * row_bytes;
   const int64_t columns = p.units * p.tiles;
   const int64_t work = columns * kTile * p.in_padded * (rows < 4 ? 1 : rows / 4);
   if (work < 32768) threads = 1;
   // columns are taken as threads come free, a few at a time: a busy neighbour on one core delays only what it holds
-  const int64_t even = columns / (threads * 16);
-  const int share = even < 1 ? 1 : even > 4 ? 4 : (int)even;
-  parallel(threads, [&](int, int) {
-    for (;;) {
-      const int64_t first = p.counters[0].fetch_add(share, std::memory_order_relaxed);
-      if (first >= columns) break;
-      const int64_t last = first + share < columns ? first + share : columns;
-      for (int64_t column = first; column < last; column++) {
-        multiply(p, column);
-        const int64_t unit = column / p.tiles;
-        if (p.counters[1 + unit].fetch_add(1, std::memory_order_acq_rel) == p.tiles - 1) {
-          p.counters[1 + unit].store(0, std::memory_order_relaxed);
-          finish(p, unit, first_row, rows);
-        }
-      }
-    }
-  });
+  const int64_t even = columns / (threads * 8);
+  const int share = even < 2 ? 1 : even < 4 ? 2 : 4;   // divides a unit
+  if (rows == 1 && p.grade != Grade::floats && p.bases * p.in_padded <= OwnRow::limit) {
+    parallel(threads, [&](int, int) {
+      const OwnRow own(p, x);
+      multiply_share(own.plan, columns, share, first_row, rows);
+    });
+  } else {
+    const int64_t jobs = (int64_t)rows * p.bases;
+    parallel_for(jobs * p.in_padded < 32768 ? 1 : threads, jobs, [&](int64_t i) { prepare(p, (int)(i / rows), (int)(i % rows), x + i % rows * row_bytes); });
+    parallel(threads, [&](int, int) { multiply_share(p, columns, share, first_row, rows); });
+  }
   p.counters[0].store(0, std::memory_order_relaxed);
 }
 

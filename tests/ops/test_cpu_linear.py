@@ -144,6 +144,16 @@ def test_groups(library):
             assert relative(y, x.astype(np.float64) @ dequantized(m)) < 1e-3
 
 
+def test_wide_input_and_many_outputs(library):
+    """One row of more inputs than a thread rotates for itself, and two threads on enough columns to share."""
+    for n_in, n_out in ((8320, 128), (128, 4096)):
+        m = random_matrix(15, n_in, n_out, 1, "mul1")
+        weight, x = library.weight(**m), inputs(1, n_in)
+        got = library.linear(x, [weight])[0]
+        assert relative(got, x.astype(np.float64) @ dequantized(m)) < 1e-3
+        assert np.array_equal(library.linear(x, [weight], threads=2)[0], got)
+
+
 ACTIVATIONS = {
     1: torch.nn.functional.silu,
     2: torch.nn.functional.gelu,
