@@ -96,18 +96,19 @@ template <int Codebook, bool Bytes> void column_one(const Column& c) {
     for (size_t ahead = 0; ahead < 8 * stride; ahead += 64) _mm_prefetch((const char*)(tiles + 16 * stride + ahead), _MM_HINT_T0);
     for (int chunk = 0; chunk < 8; chunk++) {
       const Windows windows(tables, chunk);
-      __m512i acc = _mm512_loadu_si512(x.offset + 16 * b);
+      __m512i acc = _mm512_loadu_si512(x.offset + 16 * b), second = _mm512_setzero_si512();
       for (int t = 0; t < 8; t++) {
         const __m512i in = _mm512_loadu_si512(units + 32 * t), state = windows.states(tiles + stride * t);
         if (Bytes) {
           __m512i l, h;
           decoder.hash(state, l, h);
-          acc = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc, l, in), h, in);
+          acc = _mm512_dpbusd_epi32(acc, l, in);
+          second = _mm512_dpbusd_epi32(second, h, in);
         } else {
           acc = _mm512_dpwssd_epi32(acc, decoder.weights(state), in);
         }
       }
-      sums[chunk] = add_block(sums[chunk], acc, x.scale[b]);
+      sums[chunk] = add_block(sums[chunk], Bytes ? _mm512_add_epi32(acc, second) : acc, x.scale[b]);
     }
   }
   finish_row<Codebook>(sums, x.total[0], c.y);
