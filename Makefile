@@ -11,3 +11,9 @@ test:  ## build, lint, types, tests; compile checks for CUDA and AMD where a com
 
 clean:
 	rm -rf build dist .venv demo-work
+
+BACKEND ?= cpu
+WHEEL_DIR ?= dist
+wheel:  ## a release wheel on this machine: BACKEND=cpu|cuda|rocm WHEEL_DIR=dist, and KERNEL, CUDA_ARCHS, LABEL, TORCH
+	$(PYTHON) .github/scripts/wheel.py $(BACKEND) --out $(WHEEL_DIR) $(if $(KERNEL),--kernel $(KERNEL)) \
+	  $(if $(CUDA_ARCHS),--archs "$(CUDA_ARCHS)") $(if $(LABEL),--label $(LABEL)) $(if $(TORCH),--torch $(TORCH))

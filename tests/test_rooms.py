@@ -34,7 +34,7 @@ ORDER = [
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 TOP_FOLDERS = {"src", "cpp", "cuda", "rocm", "cmake", "tests", "benchmarks", "docs", ".github", ".ci"}
-TOP_FILES = {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", ".gitignore"}
+TOP_FILES = {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", ".gitignore"}
 MAX_LINES = 700
 
 
