@@ -22,54 +22,40 @@ struct AttentionParams {
 };
 
 // ------------------------------------------------------------------------------------------------ quantized groups
-// 32 codes of BITS from `words` -> 16 half2 of decoded values in the rotated basis, natural order.
-template <int BITS>
-__device__ __forceinline__ void unpack_halves(const uint32_t* words, __half2 scale, uint32_t (&out)[16]) {
-  // level = (2 code + 1) / 2^b - 1; code + 1024 is exact as fp16
-  const __half2 step = __float2half2_rn(2.f / (1 << BITS)), middle = __float2half2_rn(1.f / (1 << BITS) - 1.f);
-  if constexpr (BITS == 8 || BITS == 4) {
-    constexpr int kPerWord = 32 / BITS;
+// The bits of one plane into the mantissas of 16 pairs of halves: code j in the low half of pair j, code j + 16 in its high half. A plane of
+// width W comes after the words of the wider ones and above the bits of the narrower ones.
+template <int BITS, int W>
+__device__ __forceinline__ void unpack_plane(const uint32_t* words, uint32_t (&pair)[16]) {
+  if constexpr ((BITS & W) != 0) {
+    constexpr int kWord = BITS & ~(2 * W - 1), kTarget = 10 - BITS + (BITS & (W - 1));
+    constexpr uint32_t kMask = ((1u << W) - 1) << kTarget, kBoth = kMask | kMask << 16;
 #pragma unroll
-    for (int w = 0; w < BITS; w++) {
-      uint32_t pair[kPerWord / 2];  // codes p and p + kPerWord/2
-      const uint32_t v = words[w];
-#pragma unroll
-      for (int p = 0; p < kPerWord / 2; p++) {
-        const uint32_t c = ((v >> (BITS * p)) & (BITS == 8 ? 0x00ff00ffu : 0x000f000fu)) | 0x64006400u;
-        pair[p] = c;
-      }
-#pragma unroll
-      for (int p = 0; p < kPerWord / 4; p++) {
-        out[w * kPerWord / 2 + p] = __byte_perm(pair[2 * p], pair[2 * p + 1], 0x5410);
-        out[w * kPerWord / 2 + kPerWord / 4 + p] = __byte_perm(pair[2 * p], pair[2 * p + 1], 0x7632);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      uint32_t code[2] = {0x6400u, 0x6400u};
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int j = 2 * i + h;
-        int left = BITS, word = 0;
-#pragma unroll
-        for (int width = 8; width; width >>= 1) {
-          if (!(BITS & width)) continue;
-          left -= width;
-          code[h] |= ((words[word + j * width / 32] >> ((j * width) & 31)) & ((1u << width) - 1)) << left;
-          word += width;
-        }
-      }
-      out[i] = __byte_perm(code[0], code[1], 0x5410);
+    for (int j = 0; j < 16; j++) {
+      const int part = j / (16 / W), shift = W * (j % (16 / W)) - kTarget;  // half words of codes 0 .. 15; beside them those of 16 .. 31
+      const uint32_t low = words[kWord + part / 2], high = words[kWord + part / 2 + W / 2];
+      const uint32_t t = W == 1 ? low : __byte_perm(low, high, part % 2 ? 0x7632 : 0x5410);
+      pair[j] |= (shift >= 0 ? t >> (shift & 31) : t << (-shift & 31)) & kBoth;
     }
   }
-  // exact up to the last multiplication
+}
+
+// 32 codes of BITS -> 16 half2 of decoded values in the rotated basis, natural order. With a code on top of its mantissa a half is
+// 1 + code / 2^b.
+template <int BITS>
+__device__ __forceinline__ void unpack_halves(const uint32_t* words, __half2 scale, uint32_t (&out)[16]) {
+  uint32_t pair[16];
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const __half2 code = __hsub2(*(const __half2*)&out[i], __float2half2_rn(1024.f));
-    const __half2 level = __hfma2(code, step, middle);
-    const __half2 value = __hmul2(level, scale);
-    out[i] = *(const uint32_t*)&value;
+  for (int j = 0; j < 16; j++) pair[j] = 0x3c003c00u;
+  unpack_plane<BITS, 8>(words, pair);
+  unpack_plane<BITS, 4>(words, pair);
+  unpack_plane<BITS, 2>(words, pair);
+  unpack_plane<BITS, 1>(words, pair);
+  const __half2 two = __float2half2_rn(2.f), middle = __float2half2_rn(1.f / (1 << BITS) - 3.f);
+#pragma unroll
+  for (int j = 0; j < 16; j++) {  // level = (2 code + 1) / 2^b - 1, exact; then one rounding
+    const uint32_t both = __byte_perm(pair[2 * j % 16], pair[2 * j % 16 + 1], j < 8 ? 0x5410 : 0x7632);
+    const __half2 value = __hmul2(__hfma2(*(const __half2*)&both, two, middle), scale);
+    out[j] = *(const uint32_t*)&value;
   }
 }
 
@@ -183,7 +169,7 @@ __device__ __forceinline__ void decode_side(uint8_t* tile, const uint8_t* raw, c
 }
 
 template <int D>
-__global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 2 : 1) attention_kernel(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 3 : 1) attention_kernel(const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 800
   using L = AttentionLayout<D>;
   constexpr int kSteps = D / 16;

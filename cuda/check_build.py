@@ -67,9 +67,8 @@ def main() -> int:
     code = sorted({e["arch"] for e in entries if e["kind"] == ELF})
     ptx = sorted({e["arch"] for e in entries if e["kind"] == PTX})
     packed = sum(e["unpacked"] > 0 for e in entries)
-    print(
-        f"{options.library.name}: {len(data) / 1e6:.1f} MB, machine code for {code}, PTX for {ptx}, {packed} of {len(entries)} parts compressed"
-    )
+    print(f"{options.library.name}: {len(data) / 1e6:.1f} MB, machine code for {code}, PTX for {ptx}")
+    print(f"{packed} of {len(entries)} parts compressed")
     for arch in options.archs.split():
         if int(re.sub(r"\D", "", arch)) not in code:
             findings.append(f"no machine code for {arch}")
