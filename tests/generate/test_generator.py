@@ -429,6 +429,48 @@ def test_banned_string_is_rewound():
     assert text_of(run(generator, free)[free]) == "a bad word"
 
 
+def test_banned_strings_leave_no_trace_in_a_stateful_sampler():
+    pieces = [chr(97 + i) for i in range(20)]
+    model = HistoryModel(vocab=20)
+    generator = Generator(model, StubCache(1024), ToyTokenizer(pieces))
+    sampler = ComboSampler(adaptive_target=0.3, adaptive_decay=0.9)
+    job = Job([5], 40, sampler=sampler, seed=2, banned_strings=["ab", "cc", "f", "ki"], stop_conditions=[])
+    results = run(generator, job)[job]
+    text = text_of(results)
+    assert not any(b in text for b in ("ab", "cc", "f", "ki")) and any("suppressed_text" in r for r in results)
+    total, weight = 0.3 / 0.1, 1 / 0.1  # what adaptive-p keeps, from the tokens that stayed
+    for at in range(1, job.n):
+        x = torch.from_numpy(model.logits_of(job.ids[:at]))
+        x[list(job.blocked.get(at, ()))] = -torch.inf
+        p = float(x.double().softmax(0)[job.ids[at]])
+        total, weight = p + 0.9 * total, 1 + 0.9 * weight
+    (kept,) = job.memory.values()
+    np.testing.assert_allclose(kept, (total, weight), rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(seed):
+    """Case C16 through the engine: one text in random pieces, the same answer."""
+    rng = np.random.default_rng(seed)
+    text = "The brown fox jumps over 👩‍👩‍👧 and\n\nleaves"
+    for stops, want in (
+        (["own fox"], "The br"),
+        (["fox jumps under"], text),
+        (["\n", "\n\n"], text.split("\n")[0]),
+        (["👩‍👧"], text[: text.index("👩‍👧")]),
+    ):
+        data = text.encode()
+        cuts = sorted(rng.choice(np.arange(1, len(data)), rng.integers(1, len(data) - 1), replace=False).tolist())
+        pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)])]
+        generator = Generator(
+            ChainModel({5: 100}, vocab=100 + len(pieces)), StubCache(1024), ToyTokenizer([b"<%d>" % i for i in range(100)] + pieces)
+        )
+        job = greedy([5], len(pieces), stop_conditions=stops)
+        results = run(generator, job)[job]
+        assert text_of(results) == want == results[-1]["full_completion"]
+        assert results[-1]["eos_reason"] == ("max_new_tokens" if want == text else "stop_string")
+
+
 def test_token_healing():
     pieces = ["http", "http://", "s", "x", "https"]
     tokenizer = ToyTokenizer([f"<{i}>" for i in range(100)] + pieces)

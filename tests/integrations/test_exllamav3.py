@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -24,6 +25,8 @@ def installed():
     yield
     shim.uninstall()
     assert importlib.util.find_spec("exllamav3") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("exllamav3")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,7 @@ def test_every_name_is_there():
     assert importlib.util.find_spec("exllamav3") is not None
     version = importlib.import_module("exllamav3.version").__version__
     assert Version(version) >= Version("1.4.1")
+    assert importlib.metadata.version("exllamav3") == version
     for module, names in MODULES.items():
         if module == "integration.transformers":
             continue
@@ -208,7 +212,7 @@ def test_as_text_generation_webui_calls_it(model_dir, whole):
     cache = Cache(model, max_num_tokens=1024, layer_type=CacheLayer_fp16)
     model.load(progressbar=True, use_per_device=None, tensor_p=False, tp_backend="native")
     tokenizer = Tokenizer.from_config(config)
-    generator = Generator(model=model, cache=cache, tokenizer=tokenizer, draft_model=None, draft_cache=None, num_draft_tokens=0)
+    generator = Generator(model=model, cache=cache, tokenizer=tokenizer, draft_model=None, draft_cache=None, num_speculative_tokens=0)
     ids = tokenizer.encode("abc", add_bos=False)
     job = Job(
         input_ids=ids, max_new_tokens=12, decode_special_tokens=True, embeddings=None,
@@ -256,6 +260,8 @@ def test_generate_and_draft(model_dir):
     generator = Generator(model=model, cache=cache, tokenizer=tokenizer, draft_model=draft, draft_cache=draft_cache, num_draft_tokens=3)
     text, last = generator.generate("abc", max_new_tokens=16, sampler=GreedySampler(), completion_only=True, return_last_results=True)
     assert text == plain and last["accepted_draft_tokens"] > 8 and last["new_tokens"] == 16
+    with pytest.warns(UserWarning, match="no_such_argument"):
+        Generator(model=model, cache=draft_cache, tokenizer=tokenizer, max_batch_size=None, no_such_argument=1)
     assert generator.generate(("a", "b"), max_new_tokens=1, sampler=GreedySampler())[1].startswith("b")
 
 

@@ -45,6 +45,8 @@ class Generator(Conveniences):
     `iterate` may be called from one thread while others call `enqueue` and `cancel`.
     """
 
+    context_is_cache = False  # whether a job may be longer than the model's own limit
+
     def __init__(
         self,
         model: Any,
@@ -77,7 +79,7 @@ class Generator(Conveniences):
         self.device = torch.device(model.device)
         self.vocab_size = int(model.vocab_size)
         self.padded_vocab_size = self.vocab_size
-        self.max_context = int(getattr(model, "max_tokens", cache.max_tokens))
+        self.max_context = int(cache.max_tokens if self.context_is_cache else getattr(model, "max_tokens", cache.max_tokens))
         self.max_total_tokens = int(cache.max_tokens)
         self.pagetable = PageTable(cache.max_tokens // PAGE)
         self.max_batch_size, self.max_chunk_size = max_batch_size, max_chunk_size

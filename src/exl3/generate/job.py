@@ -137,7 +137,9 @@ class Job:
         self.attempt = 0  # rewinds so far: a retried position draws afresh
         self.blocked: dict[int, set[int]] = {}  # position -> tokens a banned string has ruled out there
         self.forced: list[int] = []
-        self.memory: dict[Any, Any] = {}
+        self.memory: dict[Any, Any] = {}  # what stateful sampler steps keep
+        self.memory_before: dict[Any, Any] = {}  # the same before the last draw, and before the draw at each place that may be taken back
+        self.memories: dict[int, dict[Any, Any]] = {}
         self.healing: bytes | None = None
         self.suppressed: list[tuple[str, list[int]]] = []
         self.prompt_logprobs: list[np.ndarray] = []
@@ -313,10 +315,15 @@ class Job:
             assert self.generator.pieces is not None
             data = self.generator.pieces.bytes_of(token)[len(self.healing) :]
             self.healing = None
+        if self.memory and self.banned_strings:
+            self.memories[self.n - 1] = self.memory_before
+            self.memory_before = dict(self.memory)
         outcome = self.stream.push(token, extra, data)
         if isinstance(outcome, Rewind):
             self._rewind(outcome)
             return
+        if self.memories and self.stream.confirmed:
+            self.memories.clear()
         if outcome is None and not self.filters and self.loop is None and self.new_tokens < self.max_new_tokens:  # type: ignore[operator]
             return
         for f in self.filters:
@@ -357,6 +364,11 @@ class Job:
         for f in self.filters:
             if gone.count > 1:
                 f.rewind(gone.count - 1)  # the last token was never fed
+        if at in self.memories:
+            self.memory.clear()
+            self.memory.update(self.memories[at])
+            self.memory_before = dict(self.memory)
+        self.memories = {p: m for p, m in self.memories.items() if p < at}
         self.n = at
         self.last = int(self.ids[at - 1])
         self.cached = min(self.cached, at - 1)

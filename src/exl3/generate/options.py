@@ -8,15 +8,15 @@ from typing import Any
 from exl3.errors import ArgumentError, UnsupportedError
 
 # arguments of the incumbent that change nothing here, with the value that asks for nothing
-_IGNORED: dict[str, Any] = {"enable_defrag": None, "show_visualizer": None, "record_draft_stats": None, "recurrent_cache_size": None}
-_IGNORED |= {
+IGNORED: dict[str, Any] = {"enable_defrag": None, "show_visualizer": None, "record_draft_stats": None, "recurrent_cache_size": None}
+IGNORED |= {
     "recurrent_checkpoint_interval": None,
     "recurrent_checkpoint_interval_pp": None,
     "disk_cache_size": None,
     "disk_cache_flush_on_idle": None,
 }
-_IGNORED |= {"disk_cache_checkpoint_interval": None, "disk_cache_write_interval": None}
-_UNSUPPORTED = {
+IGNORED |= {"disk_cache_checkpoint_interval": None, "disk_cache_write_interval": None}
+UNSUPPORTED = {
     "disk_cache_dir": None,
     "cpu_cache_size": 0,
     "ngram_corpus": None,
@@ -29,11 +29,11 @@ _UNSUPPORTED = {
 def check_unused(unused: dict[str, Any]) -> None:
     """Refuses by name what is not supported or not known."""
     for name, value in unused.items():
-        if name in _IGNORED:
+        if name in IGNORED:
             continue
-        if name not in _UNSUPPORTED:
+        if name not in UNSUPPORTED:
             raise ArgumentError(f"Generator: unknown argument {name!r}")
-        if value != _UNSUPPORTED[name] and value is not None:
+        if value != UNSUPPORTED[name] and value is not None:
             raise UnsupportedError(f"Generator: {name} is not supported yet; leave it out")
 
 

@@ -171,4 +171,4 @@ class Stream:
     @property
     def confirmed(self) -> bool:
         """Whether no token can be taken back any more."""
-        return not self._ban_text
+        return not self._ban_text and not self.pending

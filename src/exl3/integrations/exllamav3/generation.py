@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from typing import Any
 
 from exl3.errors import JobError
-from exl3.generate import aio, generator, job
+from exl3.generate import aio, generator, job, options
+
+KNOWN = set(inspect.signature(generator.Generator.__init__).parameters) | set(options.IGNORED) | set(options.UNSUPPORTED)
 
 
 def _inner(x: Any, what: str) -> Any:
@@ -34,17 +38,21 @@ class Generator(generator.Generator):
     """exllamav3's `Generator`."""
 
     job_class = Job
+    context_is_cache = True  # the model's own limit is the program's affair
 
     def __init__(
-        self, model: Any, cache: Any, tokenizer: Any, max_batch_size: int = 256, max_chunk_size: int = 2048, **kwargs: Any
+        self, model: Any, cache: Any, tokenizer: Any, max_batch_size: int | None = 256, max_chunk_size: int | None = 2048, **kwargs: Any
     ) -> None:
+        if "num_speculative_tokens" in kwargs:  # an older name that frontends still pass
+            kwargs.setdefault("num_draft_tokens", kwargs.pop("num_speculative_tokens"))
         kwargs.setdefault("dynamic_draft_tokens", False)
         kwargs["draft_model"] = _inner(kwargs.get("draft_model"), "draft model")
         kwargs["draft_cache"] = _inner(kwargs.get("draft_cache"), "draft cache")
         parts = _inner(model, "model"), _inner(cache, "cache"), _inner(tokenizer, "tokenizer")
-        super().__init__(*parts, max_batch_size, max_chunk_size, **kwargs)
-        # the incumbent's context is the cache; the model's own limit is the program's affair
-        self.max_context = self.max_total_tokens
+        for name in set(kwargs) - KNOWN:  # exllamav3 takes any keyword in silence
+            warnings.warn(f"Generator: unknown argument {name!r} is ignored", stacklevel=2)
+            del kwargs[name]
+        super().__init__(*parts, max_batch_size or 256, max_chunk_size or 2048, **kwargs)
 
     def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         """As exl3's, prompts being str, or a tuple or list of them."""

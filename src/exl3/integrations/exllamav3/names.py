@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 VERSION = "1.6.5"
@@ -80,8 +81,23 @@ _CONSTANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves exllamav3 and its submodules."""
+class _Distribution(importlib.metadata.Distribution):
+    """What `importlib.metadata` says of exllamav3: programs ask it for the version."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: exllamav3\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return path
+
+
+class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
+    """Serves exllamav3, its submodules and its version."""
+
+    def find_distributions(self, context: importlib.metadata.DistributionFinder.Context | None = None) -> Iterator[_Distribution]:
+        name = getattr(context, "name", None)
+        if name is None or name.lower() == "exllamav3":
+            yield _Distribution()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         top, _, inner = fullname.partition(".")
