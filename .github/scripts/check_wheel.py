@@ -22,7 +22,7 @@ from pathlib import Path
 
 import matrix
 
-SUFFIXES = {".py", ".so", ".dll", ".pyd", ".xz", ".txt", ".md", ".typed", ".json", ".jinja"}
+SUFFIXES = {".py", ".so", ".dll", ".pyd", ".xz", ".txt", ".md", ".typed", ".json", ".jinja", ".html"}
 REQUIRED = ["__init__.py", "py.typed", "errors.py", "quantize/data/LICENSES.txt", "quantize/data/prose.txt.xz"]
 # what every Linux with the glibc floor has; the C++ library too where a container's own compiler was used
 NEEDED = re.compile(

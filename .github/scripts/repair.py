@@ -19,7 +19,7 @@ import matrix
 
 def names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return {re.sub(r"^exl3-[^/]*\.dist-info/", "dist-info/", n) for n in archive.namelist()}
+        return {re.sub(r"^exl3-[^/]*\.dist-info/", "dist-info/", n) for n in archive.namelist() if not n.endswith("/")}
 
 
 def repair(wheel: Path, dest: Path) -> Path:
