@@ -176,6 +176,11 @@ class _Workspaces(threading.local):
 _workspaces = _Workspaces()
 
 
+def workspaces(device: torch.device) -> list[Tensor]:
+    """This thread's buffers on a device as they are now; a device graph that was recorded with them has to keep them alive."""
+    return [buffer for (_, where), buffer in _workspaces.buffers.items() if where == device]
+
+
 def workspace(kind: str, device: torch.device, nbytes: int) -> Tensor | None:
     """This thread's persistent buffer on a device, zero when new, at least `nbytes` bytes. A tape that used one keeps it alive."""
     if nbytes <= 0:
