@@ -137,3 +137,22 @@ def test_engine_over_real_models(model, bits, mode, monkeypatch):
             whole = model.logits([job.prompt.tolist() + got[job]])[0, len(job.prompt) - 1 : -1]
             gap = whole.max(-1).values - whole.gather(1, torch.tensor(got[job])[:, None])[:, 0]
             assert float(gap.max()) < 0.05  # the cache is fp16: only near-ties may fall otherwise
+
+
+@torch.inference_mode()
+def test_every_pair_of_cache_bits_runs_long_prompts(tmp_path):
+    """Case C18: a long prefill and a few tokens over every pair of bits, and a normal request right after."""
+    config = {**plain_llama.CONFIG, "head_dim": 32, "hidden_size": 64}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = exl3.load(plain_llama.write(tmp_path / "m", config, plain_llama.random_weights(config)), device="cpu")
+    for k in (2, 3, 4, 5, 6, 7, 8, 16):
+        for v in (2, 3, 4, 5, 6, 7, 8, 16):
+            generator = Generator(model, Cache(model, 512, "cpu", k, v))
+            for n in (300, 5):
+                job = Job(tokens(model, n), 2, sampler=ArgmaxSampler(), stop_conditions=[])
+                generator.enqueue(job)
+                results = []
+                while generator.num_remaining_jobs():
+                    results += generator.iterate()
+                assert results[-1]["eos_reason"] == "max_new_tokens" and results[-1]["new_tokens"] == 2, (k, v)

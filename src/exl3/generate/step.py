@@ -17,6 +17,7 @@ from torch import Tensor
 from exl3 import settings
 from exl3.cache import Batch
 from exl3.errors import ArgumentError, BackendError
+from exl3.ops import native
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_TOKENS = BUCKETS[-1]
@@ -122,8 +123,9 @@ class StepRunner:
                 logits = forward(self.model, self._batch(size))
                 assert logits is not None
                 return logits[:tokens]
-        elif held[0] is not None:
-            held[0].replay()
+        else:
+            recording = held[0][0] if isinstance(held[0], tuple) else held[0]
+            recording.replay()
         return held[2][:tokens]
 
     def _fill(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int], Any]]) -> tuple[int, int]:
@@ -201,21 +203,24 @@ class StepRunner:
         return tape, batch, logits
 
     def _record_graph(self, batch: Batch) -> tuple[Any, Batch, Tensor]:
-        index = self.device.index or 0
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            warm = forward(self.model, batch)  # lazy allocations and library handles belong outside the capture
-            assert warm is not None
-            logits = torch.empty_like(warm)  # outside the pool, so that it survives the next graph's replay
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        if index not in _pools:
-            _pools[index] = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        batch.tables.clear()
-        with torch.cuda.graph(graph, pool=_pools[index]):
-            made = forward(self.model, batch)
-            assert made is not None
-            logits.copy_(made)
-        graph.replay()
-        return graph, batch, logits
+        with torch.cuda.device(self.device):
+            index = torch.cuda.current_device()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                warm = forward(self.model, batch)  # lazy allocations and library handles belong outside the capture
+                assert warm is not None
+                logits = torch.empty_like(warm)  # outside the pool, so that it survives the next graph's replay
+            torch.cuda.current_stream().wait_stream(side)
+            if index not in _pools:
+                _pools[index] = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            batch.tables.clear()
+            # other threads (filters, the server) may call CUDA meanwhile
+            with torch.cuda.graph(graph, pool=_pools[index], capture_error_mode="thread_local"):
+                made = forward(self.model, batch)
+                assert made is not None
+                logits.copy_(made)
+            graph.replay()
+        # the kernels' workspaces are replaced when they grow: this graph goes on with those it was recorded with
+        return (graph, native.workspaces(self.device)), batch, logits
