@@ -21,7 +21,7 @@ CHANGEABLE = frozenset(
 
 # calibration (rows, tokens in a row) by quality, on a CPU and on a GPU
 _CALIBRATION = {
-    ("fast", "cpu"): (24, 512), ("default", "cpu"): (64, 512), ("best", "cpu"): (256, 1024),
+    ("fast", "cpu"): (24, 512), ("default", "cpu"): (48, 512), ("best", "cpu"): (256, 1024),
     ("fast", "gpu"): (64, 2048), ("default", "gpu"): (250, 2048), ("best", "gpu"): (1000, 2048),
 }  # fmt: skip
 
