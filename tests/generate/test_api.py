@@ -61,9 +61,44 @@ def test_stream_may_be_left_early():
     stream = api.generate(model, "<5>", 200, stop_ids=[], stream=True)
     assert next(stream) == "<6>"
     stream.close()
-    engine = api.engine_of(model)[0]
+    engine = api.engine_of(model).generator
     assert engine.num_remaining_jobs() == 0 and engine.pagetable.referenced == 0
     assert api.generate(model, "<5>", 1).text == "<6>"
+
+
+def test_streams_and_threads_share_the_engine():
+    import threading
+
+    model = stub({})
+    outer = api.generate(model, "<5>", 30, stop_ids=[], stream=True)
+    parts = [next(outer)]
+    assert api.generate(model, "<40>", 3, stop_ids=[]).text == "<41><42><43>"  # while a stream is open
+    got = {}
+
+    def call(i):
+        got[i] = api.generate(model, [i], 40, stop_ids=[]).ids
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6, 12)]
+    for t in threads:
+        t.start()
+    parts += list(outer)
+    for t in threads:
+        t.join(60)
+    assert "".join(parts) == "".join(f"<{i}>" for i in range(6, 36))
+    assert got == {i: list(range(i + 1, i + 41)) for i in range(6, 12)}
+    assert api.engine_of(model).generator.pagetable.referenced == 0
+
+
+def test_the_cache_grows_with_what_is_asked_for():
+    model = stub({})
+    model.max_tokens = 40_000
+    assert api.generate(model, [5], 3).ids == [6, 7, 8]
+    assert api.engine_of(model).generator.max_total_tokens == 8192
+    assert api.generate(model, [5] * 9000, 3).ids == [6, 7, 8]
+    assert api.engine_of(model).generator.max_total_tokens == 16384
+    assert api.generate(model, [5] * 30_000, 3).ids == [6, 7, 8]
+    assert api.engine_of(model).generator.max_total_tokens == 32768
+    assert api.generate(model, [5] * 39_990, 200, stop_ids=[]).new_tokens == 10
 
 
 def test_seeds_repeat_and_penalties_act():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,25 +52,58 @@ class GenerationResult:
         return made
 
 
-_engines: weakref.WeakKeyDictionary[Any, tuple[Generator, threading.Lock]] = weakref.WeakKeyDictionary()
+class Engine:
+    """The generator behind `Model.generate`, shared by all callers: threads, and streams that are read while another call runs."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        from exl3.cache import Cache
+
+        self.generator = Generator(model, Cache(model, tokens, model.device))
+        self._lock = threading.Lock()
+        self._waiting: dict[Job, deque[dict[str, Any]]] = {}
+
+    def results(self, job: Job) -> Iterator[dict[str, Any]]:
+        """Results of one job; its error is raised. Leaving early cancels it."""
+        queue: deque[dict[str, Any]] = deque()
+        self._waiting[job] = queue
+        try:
+            self.generator.enqueue(job)
+            while True:
+                while queue:
+                    result = queue.popleft()
+                    if result["stage"] == "error":
+                        raise result["error"]
+                    yield result
+                    if result["eos"]:
+                        return
+                with self._lock:
+                    if not queue:  # another caller's step may have served this job
+                        for result in self.generator.iterate():
+                            other = self._waiting.get(result["job"])
+                            if other is not None:
+                                other.append(result)
+        finally:
+            del self._waiting[job]
+            self.generator.cancel(job)
+
+
+_SMALL = 8192
+_engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
 _engines_lock = threading.Lock()
 
 
-def engine_of(model: Any) -> tuple[Generator, threading.Lock]:
-    """The engine behind `Model.generate`, made on first use with a cache for the model's context; its lock admits one caller at a time."""
+def engine_of(model: Any, need: int = 0) -> Engine:
+    """The engine behind `Model.generate`: made on first use with an fp16 cache of 8192 tokens, and made anew with a larger one, up to the
+    model's context, when a call needs more."""
     with _engines_lock:
         found = _engines.get(model)
-        if found is None or found[0].closed is not None:
-            found = (Generator(model, full_cache(model)), threading.Lock())
-            _engines[model] = found
+        room = found.generator.max_total_tokens if found is not None and found.generator.closed is None else 0
+        if found is None or room < min(need, model.max_tokens):
+            tokens = max(_SMALL, 1 << (need - 1).bit_length()) if need else _SMALL
+            found = _engines[model] = Engine(model, min(tokens, model.max_tokens))
+        elif not room:
+            found = _engines[model] = Engine(model, found.generator.max_total_tokens)
         return found
-
-
-def full_cache(model: Any) -> Any:
-    """An fp16 cache for the model's whole context."""
-    from exl3.cache import Cache
-
-    return Cache(model, model.max_tokens, model.device)
 
 
 def prompt_ids(model: Any, prompt: Any, chat_options: Mapping[str, Any] | None = None) -> list[int]:
@@ -130,14 +164,15 @@ def generate(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, rep_p=repetition_penalty, pres_p=presence_penalty,
             freq_p=frequency_penalty,
         )  # fmt: skip
-    engine, lock = engine_of(model)
+    need = len(ids) + (model.max_tokens if max_new_tokens is None else max(0, max_new_tokens)) + 1
+    engine = engine_of(model, min(need, model.max_tokens))
     strings = [stop] if isinstance(stop, str) else list(stop or ())
-    conditions: list[int | str | None] = [*(engine.eos_token_ids if stop_ids is None else stop_ids), *strings]
+    conditions: list[int | str | None] = [*(engine.generator.eos_token_ids if stop_ids is None else stop_ids), *strings]
     job = Job(ids, max_new_tokens, sampler=sampler, seed=seed, stop_conditions=conditions, clamp=clamp, **job_options)
     if stream:
-        return _stream(engine, lock, job)
+        return _stream(engine, job)
     made = GenerationResult("", [], "")
-    for result in _results(engine, lock, job):
+    for result in engine.results(job):
         if "token_ids" in result:
             made.ids += result["token_ids"][0].tolist()
         if not made.first_token_seconds and (job.new_tokens or result["eos"]):
@@ -159,28 +194,12 @@ def _fill(made: GenerationResult, last: dict[str, Any]) -> None:
     made.extra = {k: v for k, v in last.items() if k not in ("job", "stage", "eos", "serial", "text", "token_ids")}
 
 
-def _results(engine: Generator, lock: threading.Lock, job: Job) -> Iterator[dict[str, Any]]:
-    """Results of one job; its error is raised. Leaving early cancels it."""
-    with lock:
-        engine.enqueue(job)
-        try:
-            while not job.is_finished:
-                for result in engine.iterate():
-                    if result["job"] is not job:
-                        continue
-                    if result["stage"] == "error":
-                        raise result["error"]
-                    yield result
-        finally:
-            engine.cancel(job)
-
-
-def _stream(engine: Generator, lock: threading.Lock, job: Job) -> Iterator[str]:
-    if engine.pieces is None:  # said now, not at the first piece
+def _stream(engine: Engine, job: Job) -> Iterator[str]:
+    if engine.generator.pieces is None:  # said now, not at the first piece
         raise ArgumentError("generate: streaming text needs a tokenizer; this model directory has none")
 
     def pieces() -> Iterator[str]:
-        for result in _results(engine, lock, job):
+        for result in engine.results(job):
             if result.get("text"):
                 yield result["text"]
 
