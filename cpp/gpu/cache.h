@@ -30,8 +30,8 @@ GPU_FN int unpack_group(const uint32_t* words, int j, int bits) {
 GPU_FN float expand(float u, float a) {
   const double h = (double)u / (2.0 * (1.0 - a)), p = a / (3.0 * (1.0 - a)), r = wide_root(h * h + p * p * p);
   const double s = h + r, d = h - r;
-  const double cs = s < 0 ? -wide_power(-s, 1.0 / 3) : s > 0 ? wide_power(s, 1.0 / 3) : 0.0;
-  const double cd = d < 0 ? -wide_power(-d, 1.0 / 3) : d > 0 ? wide_power(d, 1.0 / 3) : 0.0;
+  const double cs = s < 0 ? -cube_root(-s) : s > 0 ? cube_root(s) : 0.0;
+  const double cd = d < 0 ? -cube_root(-d) : d > 0 ? cube_root(d) : 0.0;
   return (float)(cs + cd);
 }
 // The decoded value of a code in the rotated basis.

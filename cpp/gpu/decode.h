@@ -63,6 +63,7 @@ GPU_FN void reconstruct_original(const ReconstructArgs& a) {
         }
   const uint16_t* suh = (const uint16_t*)w.suh;
   const uint16_t* svh = (const uint16_t*)w.svh;
+#pragma unroll
   for (int pass = 0; pass < 16; pass += kPass) {  // and across the eight warps
     block_sync();
     for (int c = 0; c < kPass; c++)

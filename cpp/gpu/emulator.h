@@ -23,6 +23,7 @@ struct Fiber {
   int thread = 0;
   State state = State::Ready;
   int value = 0, source = 0, received = 0;
+  const void* shown = nullptr;
 };
 
 inline Fiber* current = nullptr;
@@ -43,6 +44,18 @@ inline int exchange(int value, int source) {
   give_way(State::Exchange);
   return current->received;
 }
+inline void fail(const char* what) {
+  fprintf(stderr, "emulator: %s in block (%d, %d)\n", what, block[0], block[1]);
+  abort();
+}
+// Shows `mine` to the other lanes of the warp while f(peer) runs; peer(lane) is what that lane shows.
+template <class F>
+void with_peers(const void* mine, F f) {
+  current->shown = mine;
+  exchange(0, 0);
+  f([](int lane) { return fibers[(current->thread & ~31) + lane]->shown; });
+  exchange(0, 0);
+}
 template <class T>
 T* shared(int id, int count) {
   if ((int)arrays.size() <= id) arrays.resize(id + 1);
@@ -52,11 +65,6 @@ T* shared(int id, int count) {
 inline void entry() {
   (*body)();
   give_way(State::Done);
-}
-
-inline void fail(const char* what) {
-  fprintf(stderr, "emulator: %s in block (%d, %d)\n", what, block[0], block[1]);
-  abort();
 }
 
 // All lanes of a warp stand at an exchange (true), or none does (false).

@@ -117,10 +117,36 @@ GPU_FN float fast_exp(float x) { return __builtin_expf(x); }
 GPU_FN float fast_log(float x) { return __builtin_logf(x); }
 GPU_FN float root(float x) { return __builtin_sqrtf(x); }
 GPU_FN float floor_(float x) { return __builtin_floorf(x); }
-GPU_FN double wide_cos(double x) { return __builtin_cos(x); }
-GPU_FN double wide_sin(double x) { return __builtin_sin(x); }
+// Without a device library there are no double-precision functions: quarter turns and Taylor series, below 1e-13 for |x| < 1e9.
+GPU_FN double quarter_turn(double x, int& quarter) {
+  const double turns = __builtin_rint(x * 0.63661977236758134308);
+  quarter = (int)((int64_t)turns & 3);
+  return (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11;
+}
+GPU_FN double short_sin(double x) {
+  const double s = x * x;
+  return x * (1 - s / 6 * (1 - s / 20 * (1 - s / 42 * (1 - s / 72 * (1 - s / 110 * (1 - s / 156))))));
+}
+GPU_FN double short_cos(double x) {
+  const double s = x * x;
+  return 1 - s / 2 * (1 - s / 12 * (1 - s / 30 * (1 - s / 56 * (1 - s / 90 * (1 - s / 132 * (1 - s / 182))))));
+}
+GPU_FN double wide_sin(double x) {
+  int quarter;
+  const double r = quarter_turn(x, quarter), v = quarter & 1 ? short_cos(r) : short_sin(r);
+  return quarter & 2 ? -v : v;
+}
+GPU_FN double wide_cos(double x) {
+  int quarter;
+  const double r = quarter_turn(x, quarter), v = quarter & 1 ? short_sin(r) : short_cos(r);
+  return (quarter + 1) & 2 ? -v : v;
+}
 GPU_FN double wide_root(double x) { return __builtin_sqrt(x); }
-GPU_FN double wide_power(double x, double y) { return __builtin_exp2(y * __builtin_log2(x)); }
+GPU_FN double cube_root(double x) {  // of a number above 0: a single-precision start, two steps of Newton
+  double t = (double)__builtin_exp2f(__builtin_log2f((float)x) * (1.f / 3.f));
+  for (int i = 0; i < 2; i++) t -= (t * t * t - x) / (3 * t * t);
+  return t;
+}
 GPU_FN float hyperbolic_tangent(float x) {
   const float e = __builtin_expf(-2.f * __builtin_fabsf(x)), t = (1.f - e) / (1.f + e);
   return x < 0.f ? -t : t;
@@ -143,7 +169,7 @@ GPU_FN float floor_(float x) { return floorf(x); }
 GPU_FN double wide_cos(double x) { return cos(x); }
 GPU_FN double wide_sin(double x) { return sin(x); }
 GPU_FN double wide_root(double x) { return sqrt(x); }
-GPU_FN double wide_power(double x, double y) { return pow(x, y); }
+GPU_FN double cube_root(double x) { return cbrt(x); }
 GPU_FN float hyperbolic_tangent(float x) { return tanhf(x); }
 GPU_FN float exp_minus_one(float x) { return expm1f(x); }
 GPU_FN float error_function(float x) { return erff(x); }
@@ -152,10 +178,24 @@ GPU_FN float absolute(float x) { return as_float(as_int(x) & 0x7fffffff); }
 GPU_FN float larger(float a, float b) { return a > b ? a : b; }
 
 // ------------------------------------------------------------------------------------------------ lanes of a warp
-// `lane_xor` is called by all 32 lanes with one mask.
+// `lane_xor` is called by all 32 lanes with one mask. On AMD a mask known at compile time costs one move between registers.
+#if GPU_HIP
+template <int MASK>
+GPU_FN int lane_xor_known(int v) {
+  if constexpr (MASK < 16) return __builtin_amdgcn_update_dpp(0, v, 0x160 | MASK, 0xf, 0xf, true);  // row_xmask
+  return __builtin_amdgcn_permlanex16(v, v, 0x76543210, 0xfedcba98, true, false);
+}
+#endif
 GPU_FN int lane_xor(int v, int mask) {
 #if GPU_HIP
-  return __builtin_amdgcn_ds_bpermute((lane_id() ^ mask) << 2, v);
+  switch (mask) {
+    case 1: return lane_xor_known<1>(v);
+    case 2: return lane_xor_known<2>(v);
+    case 4: return lane_xor_known<4>(v);
+    case 8: return lane_xor_known<8>(v);
+    case 16: return lane_xor_known<16>(v);
+    default: return __builtin_amdgcn_ds_bpermute((lane_id() ^ mask) << 2, v);
+  }
 #elif GPU_CUDA
   return __shfl_xor_sync(~0u, v, mask);
 #else
