@@ -151,11 +151,6 @@ def test_what_can_be_fused_and_what_not():
     assert fuse([rep, T, K, s.SS_Argmax()]).params == {"temperature": 0.0, "repetition_penalty": 1.2}
 
 
-class _Generator:
-    pieces, tokenizer = None, None
-    vocab_size = 200
-
-
 def draw_both(sampler, logits, past, seed):
     """The same rows through ops.sample and step by step."""
     out = []
@@ -238,6 +233,20 @@ def test_draw_is_the_documented_function_of_seed_and_counter():
     for seed, counter in ((0, 0), (2**63 + 5, 7), (1, 1 << 40)):
         params = ops.pack_sample_params([ops.SampleParams(seed=seed, counter=counter)])
         assert int(ops.sample(x, params)[0]) == int(s.uniform(seed, counter) * 1000)
+
+
+def test_default_lists_come_from_the_jobs_tokenizer():
+    tokenizer = ToyTokenizer(["a", "b", "\n", "d"])
+    dry = s.SS_DRY(1.0, 2.0, 1)
+    st_ = state([0.0] * 4, [2, 0, 1, 2, 0])
+    st_.tokenizer = tokenizer
+    dry.run(st_)
+    assert st_.logits.tolist() == [0, -1, 0, 0]  # the repeat doesn't reach over the line break: length 1
+    xtc = s.SS_XTC(1.0, 0.1)
+    st_ = state([1.0, 1.0, 1.5, 0.9])
+    st_.tokenizer = tokenizer
+    xtc.run(st_)
+    assert kept(st_) == [2, 3]  # the line break stays, and the least likely
 
 
 def test_token_lists_of_a_tokenizer():

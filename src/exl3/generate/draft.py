@@ -108,6 +108,8 @@ class SuffixAutomaton:
 class NgramDrafter:
     """Repeats what followed the longest earlier match of the current suffix in the job's own prompt and output."""
 
+    FEED = 4096  # tokens of a long prompt read at each step, so that none is held up
+
     def __init__(self, count: int, at_least: int, dynamic: bool) -> None:
         self.count, self.at_least, self.dynamic = count, at_least, dynamic
 
@@ -122,6 +124,8 @@ class NgramDrafter:
         found = {}
         for job in jobs:
             automaton, pace = self._state(job)
+            if len(automaton.tokens) < job.n:
+                continue
             count = min(pace.next(), room)
             draft = automaton.draft(count, self.at_least) if count else []
             if draft:
@@ -137,7 +141,7 @@ class NgramDrafter:
             automaton = SuffixAutomaton()  # tokens were taken back
             job.draft = (automaton, pace)
             have = 0
-        for token in job.ids[have : job.n].tolist():
+        for token in job.ids[have : min(job.n, have + self.FEED)].tolist():
             automaton.extend(token)
         return automaton, pace
 

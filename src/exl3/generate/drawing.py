@@ -47,6 +47,9 @@ class Drawer:
                 if job.wants_extra:
                     extras[i] = logits[row].clone()
                 if job.forced:
+                    for mask in job.masks:  # the filters move on next: none may still be at work
+                        if isinstance(mask, Future):
+                            mask.result()
                     out[i] = job.forced.pop(0)
                     continue
                 if job.filters or job.blocked or job.healing or job.min_new_tokens > job.new_tokens:
@@ -75,7 +78,7 @@ class Drawer:
         if gone:
             row[[g for g in gone if g < len(row)]] = -math.inf
         if job.healing is not None:
-            keep = job.generator.pieces.starting_with(job.healing)
+            keep = job.pieces.starting_with(job.healing)
             kept = row[keep]
             row.fill_(-math.inf)
             row[keep] = kept
@@ -91,7 +94,7 @@ class Drawer:
         return past if len(past) <= _MAX_HISTORY else None
 
     def _state(self, row: Tensor, job: Job, offset: int, u: float = 0.5) -> State:
-        return State(row, job.ids[: job.n + offset], u, job.memory)
+        return State(row, job.ids[: job.n + offset], u, job.memory, tokenizer=job.pieces)
 
     def _run(self, steps: Sequence[Any], logits: Tensor, row: int, job: Job, offset: int) -> None:
         state = self._state(logits[row], job, offset)

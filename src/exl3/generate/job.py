@@ -118,6 +118,8 @@ class Job:
         self.set_sampler(sampler or DefaultSampler())
         self.serial_number = next(_serials)
         # engine state
+        self.generator: Any = None
+        self.pieces: Pieces | None = None
         self.ids = self.prompt  # buffer of all tokens, `n` of them used, of which `cached` have keys and values
         self.n = self.cached = 0
         self.last = 0  # the last token
@@ -199,7 +201,7 @@ class Job:
                 f"input_ids: the prompt has {len(self.prompt)} tokens, the context holds {context}: it cannot be enqueued; "
                 "shorten it, or load with a larger max_tokens"
             )
-        pieces = generator.pieces
+        pieces = self.pieces = generator.pieces
         if self.token_healing and len(self.prompt) > 1 and pieces is not None:
             last = int(self.prompt[-1])
             if last not in pieces.special and pieces.bytes_of(last):

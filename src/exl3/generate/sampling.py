@@ -38,6 +38,7 @@ class State:
     u: float = 0.5  # the number in (0, 1) that decides the draw
     memory: dict[Any, Any] = field(default_factory=dict)  # belongs to the job: what a stateful step keeps from token to token
     token: int = -1  # set by the last step
+    tokenizer: Any = None  # for steps whose default lists come from it
 
     def probs(self) -> Tensor:
         """Softmax of the logits as they stand, (vocab,) fp32."""
@@ -233,15 +234,16 @@ class SS_DRY(SS_Base):
     ) -> None:
         self.multiplier, self.base, self.allowed = float(dry_multiplier), float(dry_base), int(dry_allowed_length)
         self.range = int(dry_range)
-        if dry_sequence_breakers is None:
-            dry_sequence_breakers = dry_default_sequence_breaker_tokens(tokenizer) if tokenizer is not None else ()
-        self.breakers = np.array(sorted(dry_sequence_breakers), np.int64)
+        if dry_sequence_breakers is None and tokenizer is not None:
+            dry_sequence_breakers = dry_default_sequence_breaker_tokens(tokenizer)
+        # None: the defaults of the job's tokenizer, found at the first token
+        self.breakers = None if dry_sequence_breakers is None else np.array(sorted(dry_sequence_breakers), np.int64)
 
     def repeats(self, past: np.ndarray) -> dict[int, int]:
         """token -> length of the longest repeat it would continue."""
         past = past[-min(self.range or self.SCAN, self.SCAN) :]
         n = len(past)
-        breaks = np.isin(past, self.breakers)
+        breaks = np.isin(past, [] if self.breakers is None else self.breakers)
         found: dict[int, int] = {}
         if n < 2 or breaks[-1]:
             return found
@@ -255,6 +257,8 @@ class SS_DRY(SS_Base):
         return found
 
     def run(self, state: State) -> None:
+        if self.breakers is None and state.tokenizer is not None:
+            self.breakers = np.array(sorted(dry_default_sequence_breaker_tokens(state.tokenizer)), np.int64)
         penalized = {t: n for t, n in self.repeats(state.past_ids).items() if n >= self.allowed and 0 <= t < len(state.logits)}
         if not penalized:
             return
@@ -275,11 +279,13 @@ class SS_XTC(SS_Base):
         self, probability: float, threshold: float, protected_token_ids: Iterable[int] | None = None, tokenizer: Any = None
     ) -> None:
         self.probability, self.threshold = float(probability), float(threshold)
-        if protected_token_ids is None:
-            protected_token_ids = xtc_default_protected_token_ids(tokenizer) if tokenizer is not None else ()
-        self.protected = sorted(set(protected_token_ids))
+        if protected_token_ids is None and tokenizer is not None:
+            protected_token_ids = xtc_default_protected_token_ids(tokenizer)
+        self.protected = None if protected_token_ids is None else sorted(set(protected_token_ids))
 
     def run(self, state: State) -> None:
+        if self.protected is None and state.tokenizer is not None:
+            self.protected = sorted(xtc_default_protected_token_ids(state.tokenizer))
         p = torch.softmax(state.logits.double(), 0)
         above = p >= self.threshold
         count = int(above.sum())
@@ -490,7 +496,7 @@ class CustomSampler(Sampler):
             row = row.clone()
             row[vocab:] = -math.inf
             apply_mask(row, logit_mask)
-            state = State(row, past[min(i, len(past) - 1)], ((rand_u32 & 0xFFFFFFFF) + 0.5) / 2**32)
+            state = State(row, past[min(i, len(past) - 1)], ((rand_u32 & 0xFFFFFFFF) + 0.5) / 2**32, tokenizer=tokenizer)
             check_finite(row)
             self.draw(state)
             states.append(state)
