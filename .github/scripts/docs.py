@@ -3,8 +3,9 @@
     python .github/scripts/docs.py --out site [--keep]      # --keep: add to what the folder holds
     python .github/scripts/docs.py --samples                # the samples alone; needs exl3 and torch in this Python
 
-Links between pages and to anchors are checked by mkdocs (strict). Links to files of the repository must exist; on the site they lead to the
-repository. Python samples must compile and name things that exl3 has; `exl3` and `make` command lines must parse against the real options.
+Links between pages and to anchors are checked by Sphinx, whose warnings are errors. Links to files of the repository must exist; on the
+site they lead to the repository. Python samples must compile and name things that exl3 has; `exl3` and `make` command lines must parse
+against the real options.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from pathlib import Path
 import common
 
 DOCS = common.ROOT / "docs"
+# the site's contents; a page that is on no list is an error
+NAVIGATION = {
+    "Getting started": ["install", "quickstart"],
+    "Guides": ["convert", "choosing_bits", "quality", "embedding", "serving", "models", "cuda", "rocm"],
+    "Reference": ["api", "env_vars", "format", "files"],
+    "Development": ["architecture", "CONTRIBUTING", "SECURITY", "CHANGELOG"],
+}
 LOOSE = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
 REPOSITORY = "https://github.com/exl3-project/exl3/blob/main/"
 SITE_PAGES = common.WORK / "docs"
@@ -65,6 +73,10 @@ def gather() -> list[str]:
             return f"[{label}]({REPOSITORY}{there.relative_to(common.ROOT)}{anchor})"
 
         (SITE_PAGES / name).write_text(LINK.sub(rewrite, source.read_text()))
+    with (SITE_PAGES / "index.md").open("a") as front:
+        for caption, names in NAVIGATION.items():
+            listed = "\n".join(n for n in names if f"{n}.md" in known)
+            front.write(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n")
     pictures = list((DOCS / "images").glob("*")) if (DOCS / "images").is_dir() else []
     for picture in pictures:
         for folder in (SITE_PAGES / "images", SITE_PAGES / "docs/images"):
@@ -163,7 +175,10 @@ def main() -> None:
         raise SystemExit("\n".join(dead))
     python = common.tools("docs")
     target = common.WORK / "site"
-    common.run([str(python), "-m", "mkdocs", "build", "-q", "-f", str(common.ROOT / ".github/mkdocs.yml"), "-d", str(target)])
+    shutil.rmtree(target, ignore_errors=True)
+    settings = str(common.ROOT / ".github/sphinx")
+    common.run([str(python), "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", settings, "-d", str(common.WORK / "doctrees"),
+                str(SITE_PAGES), str(target)])  # fmt: skip
     if options.out:
         if not options.keep:
             shutil.rmtree(options.out, ignore_errors=True)
