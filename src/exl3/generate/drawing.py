@@ -77,7 +77,7 @@ class Drawer:
             gone |= job.stop_tokens
         if gone:
             row[[g for g in gone if g < len(row)]] = -math.inf
-        if job.healing is not None:
+        if job.healing is not None and job.pieces is not None:
             keep = job.pieces.starting_with(job.healing)
             kept = row[keep]
             row.fill_(-math.inf)

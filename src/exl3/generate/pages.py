@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -226,7 +226,7 @@ class PageTable:
             self._forget(page)
             self.free.append(page.index)
 
-    def _eviction_key(self):  # type: ignore[no-untyped-def]
+    def _eviction_key(self) -> Callable[[Page], tuple[bool, int, int, int]]:
         """Key of a page: (rooted, last use of its tree, -depth, last use)."""
         known: dict[bytes, tuple[bool, int, int]] = {}  # hash of a page -> (rooted, use of the root, depth)
 
