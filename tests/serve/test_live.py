@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
@@ -108,15 +107,14 @@ def test_queue_limit(model):
         wait_for(lambda: engine.generator.num_remaining_jobs() == 0)
 
 
-def test_command_line(model):
+def test_command_line(model, tmp_path):
+    (tmp_path / "keys").write_text("k\n\nl\n")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "exl3", "serve", model.path, "--port", str(port), "--device", "cpu", "--cache-bits", "8,6", "--cache-tokens",
-         "512"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "EXL3_API_KEY": "k"},
-    )  # fmt: skip
+    options = ["--port", str(port), "--device", "cpu", "--cache-bits", "8,6", "--cache-tokens", "512", "--api-key-file", str(tmp_path / "keys")]
+    command = [sys.executable, "-m", "exl3", "serve", model.path, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         url = f"http://127.0.0.1:{port}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -33,7 +32,7 @@ from exl3.cli.common import device_option
 )
 @click.option("--grace", type=click.FloatRange(min=0.0), default=10.0, show_default=True, help="seconds running answers get at shutdown")
 @device_option
-def command(cache_bits: str, api_keys: tuple[str, ...], model: str, **options: Any) -> None:
+def command(cache_bits: str, api_keys: tuple[str, ...], api_key_file: str | None, model: str, **options: Any) -> None:
     """Serve the model in directory MODEL: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a chat page at /."""
     from exl3.errors import ArgumentError
     from exl3.serve import serve
@@ -44,5 +43,10 @@ def command(cache_bits: str, api_keys: tuple[str, ...], model: str, **options: A
         bits = []
     if len(bits) not in (1, 2):
         raise ArgumentError(f"--cache-bits {cache_bits!r}: K or K,V is needed, as 16 or 8,6")
-    key = os.environ.get("EXL3_API_KEY")
-    serve(model, api_keys=api_keys or ((key,) if key else ()), cache_bits=(bits[0], bits[-1]), **options)
+    keys = list(api_keys)
+    if api_key_file is not None:
+        with open(api_key_file, encoding="utf-8") as f:
+            keys += [line.strip() for line in f if line.strip()]
+        if not keys:
+            raise ArgumentError(f"--api-key-file {api_key_file}: holds no key")
+    serve(model, api_keys=keys, cache_bits=(bits[0], bits[-1]), **options)
