@@ -112,7 +112,8 @@ def test_command_line(model, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    options = ["--port", str(port), "--device", "cpu", "--cache-bits", "8,6", "--cache-tokens", "512", "--api-key-file", str(tmp_path / "keys")]
+    options = ["--port", str(port), "--device", "cpu", "--cache-bits", "8,6", "--cache-tokens", "512"]
+    options += ["--api-key-file", str(tmp_path / "keys")]
     command = [sys.executable, "-m", "exl3", "serve", model.path, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

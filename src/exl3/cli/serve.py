@@ -14,9 +14,8 @@ from exl3.cli.common import device_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: reachable from other machines")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--name", "model_name", default=None, help="name clients use for the model; default: its directory's")
-@click.option(
-    "--api-key", "api_keys", multiple=True, help="key clients must send, may be repeated; default: the environment's EXL3_API_KEY"
-)
+@click.option("--api-key", "api_keys", multiple=True, help="key clients must send, may be repeated; none: open to all")
+@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False), default=None, help="keys, one a line; `ps` doesn't show them")
 @click.option("-c", "--max-tokens", type=click.IntRange(min=1), default=None, help="longest context of one request")
 @click.option("--cache-tokens", type=click.IntRange(min=256), default=None, help="room for all requests together; default: one context")
 @click.option("--cache-bits", default="16", show_default=True, help="bits of cached keys and values: K or K,V (16, or 2 to 8)")
