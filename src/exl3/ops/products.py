@@ -18,10 +18,11 @@ from exl3.ops.weight import CODEBOOKS, Weight
 MAX_GROUP = 4
 
 planes: int | None = None
-"""Operands of the EXL3 product: 2 or 1 planes of int8, 0 floating point; None takes the backend's own choice (CPU: EXL3_CPU_PLANES, 2)."""
+"""Operands of the EXL3 product: 2 or 1 planes of int8, 0 floating point; None takes the setting's (CPU: EXL3_CPU_PLANES, GPU: EXL3_INT8_GEMV)."""
 
 
-def _planes(device: torch.device) -> int:
+def active_planes(device: torch.device) -> int:
+    """int8 planes of the activations of an EXL3 product on `device`; 0: floating-point operands."""
     if planes is not None:
         return planes
     return _default_planes(device.type)
@@ -29,7 +30,10 @@ def _planes(device: torch.device) -> int:
 
 @cache
 def _default_planes(kind: str) -> int:
-    return int(str(settings.get("EXL3_CPU_PLANES"))) if kind == "cpu" else 2
+    if kind == "cpu":
+        return int(str(settings.get("EXL3_CPU_PLANES")))
+    backend = "rocm" if torch.version.hip else "cuda"
+    return {"0": 0, "1": 2, "2": 1}[str(settings.get("EXL3_INT8_GEMV", backend))]
 
 
 class _Group:
@@ -117,7 +121,7 @@ def linear(
         if y_dtype not in blocks.DTYPES:
             raise ArgumentError(f"linear: out must be float32, float16 or bfloat16, got {y_dtype}")
     pad = MAX_GROUP - count
-    act, grade = blocks.ACTIVATIONS[activation], _planes(x.device)
+    act, grade = blocks.ACTIVATIONS[activation], active_planes(x.device)
     key = (rows, blocks.DTYPES[x.dtype], blocks.DTYPES[y_dtype], grade, act, norm is not None)
     pointers = [y.data_ptr() for y in outs] + [0] * pad
     fixed = (x_stride, *strides, *([0] * pad))

@@ -6,8 +6,9 @@ import torch
 
 from exl3.errors import ArgumentError, BackendError
 from exl3.ops import native, reference
+from exl3.ops.attention import attention, cache_append, cache_read
 from exl3.ops.pointwise import act_mul, rms_norm
-from exl3.ops.products import linear
+from exl3.ops.products import active_planes, linear
 from exl3.ops.tape import Tape
 from exl3.ops.weight import Weight
 
@@ -27,7 +28,8 @@ def describe() -> dict[str, str]:
 
 
 def self_test(device: torch.device | str = "cpu") -> None:
-    """Decodes a tile, multiplies, and compares a recorded step with the eager one on `device`. Raises BackendError naming what is wrong."""
+    """Decodes a tile, multiplies, attends over a small cache, and compares a recorded step with the eager one on `device`. Raises
+    BackendError naming what is wrong."""
     from exl3 import codec
 
     device = torch.device(device)
@@ -47,8 +49,11 @@ def self_test(device: torch.device | str = "cpu") -> None:
         )
     xd = x.to(device)
     error = (linear(xd, weight).cpu() - expected).norm() / expected.norm()
-    if not error < 2e-3:
+    coarse = active_planes(device) == 1  # one int8 plane is a chosen trade: about 0.7 % of the result
+    if not error < (3e-2 if coarse else 2e-3):
         raise BackendError(f"self-test on {device}: a product is off by {float(error):.1e} relative; do not use this device")
+
+    _test_attention(device)
 
     def step(h: torch.Tensor) -> torch.Tensor:
         h = linear(rms_norm(h, None, 1e-6), weight)
@@ -68,5 +73,32 @@ def self_test(device: torch.device | str = "cpu") -> None:
         raise BackendError(f"self-test on {device}: a recorded step differs from the eager one; set EXL3_STEP=eager and report this")
     h = reference.rms_norm(x, None, 1e-6) @ codec.dequantize(trellis, suh, svh, "mul1")
     want = reference.act_mul(h, h, "silu")
-    if not (eager.cpu() - want).norm() / want.norm() < 4e-3:
+    if not (eager.cpu() - want).norm() / want.norm() < (6e-2 if coarse else 4e-3):
         raise BackendError(f"self-test on {device}: norm or activation is wrong; do not use this device")
+
+
+def _test_attention(device: torch.device) -> None:
+    """Four tokens into a cache of fp16 keys and 4-bit values, in the second of its pages, then attention of the last one."""
+    from exl3.cache import Batch, Layer
+
+    ints = {"dtype": torch.int32, "device": device}
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(4, 1, 64, generator=generator).half() for _ in range(2))
+    q = torch.randn(1, 2, 64, generator=generator).half()
+
+    def batch(first: int, count: int) -> Batch:
+        return Batch(
+            ids=torch.zeros(count, **ints), positions=torch.arange(first, first + count, **ints), token_row=torch.zeros(count, **ints),
+            row_start=torch.tensor([0, count], **ints), lengths=torch.tensor([first + count], **ints), block_table=torch.ones(1, 1, **ints),
+        )  # fmt: skip
+
+    layer = Layer(2, 1, 64, device, 16, 4, 0.0)
+    want_k = k[:, 0].float()
+    cache_append(layer, k.to(device), v.to(device), batch(0, 4))
+    read = cache_read(layer, batch(0, 4).block_table[0], 0, 4, torch.float32)  # type: ignore[index]
+    if not torch.equal(read[0][:, 0].cpu(), want_k):
+        raise BackendError(f"self-test on {device}: the cache does not give back what was put in; do not use this device")
+    y = attention(q.to(device), layer, batch(3, 1), scale=0.125).cpu().float()
+    weights = (q[0].float() @ want_k.T * 0.125).softmax(-1)
+    if not (y[0] - weights @ read[1][:, 0].cpu()).norm() < 4e-3 * y.norm() or not (read[1][:, 0].cpu() - v[:, 0].float()).norm() < 0.2 * v.float().norm():
+        raise BackendError(f"self-test on {device}: attention over the cache is wrong; do not use this device")
