@@ -118,6 +118,24 @@ def test_useless_drafts_are_given_up():
     assert eager.next() == 6
 
 
+@pytest.mark.parametrize("where", ["propose", "prefill", "copy_page"])
+def test_a_failing_drafter_is_switched_off(where, monkeypatch):
+    plain, _ = drafted("none")
+    _, generator = drafted("model")
+
+    def fail(*args):
+        raise RuntimeError("out of room")
+
+    monkeypatch.setattr(generator.drafter, where, fail)
+    prompts = [[5, 6] * 200, [5, 6] * 150 + [7]]
+    with pytest.warns(RuntimeWarning, match="drafting is switched off: out of room"):
+        got = []
+        for p in prompts:
+            job = Job(p, 20, sampler=ArgmaxSampler())
+            got.append(tokens_of(run(generator, job)[job]))
+    assert got == [plain.greedy(p, 20) for p in prompts]
+
+
 def test_other_vocabulary_is_refused():
     model = ChainModel({})
     with pytest.raises(ArgumentError, match="vocabulary"):

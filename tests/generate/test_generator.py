@@ -326,6 +326,38 @@ def test_device_fault_ends_all_and_closes():
     assert not generator.check_health()
 
 
+def test_failing_sampler_call_is_tried_one_by_one(monkeypatch):
+    from exl3 import ops
+
+    sample = ops.sample
+
+    def failing(logits, params, history=None, history_len=None):
+        if bool((logits[:, 0] == 77).any()):
+            raise RuntimeError("no room")
+        return sample(logits, params, history, history_len)
+
+    class Marked(HistoryModel):
+        def logits_of(self, history):
+            x = super().logits_of(history)
+            x[0] = 77 if history[0] == 9 and len(history) > 4 else x[0]
+            return x
+
+    monkeypatch.setattr(ops, "sample", failing)
+    model, generator = make(model=Marked())
+    good, bad = greedy([8, 3], 6), greedy([9, 3], 6)
+    results = run(generator, good, bad)
+    assert tokens_of(results[good]) == model.greedy([8, 3], 6)
+    assert "no room" in str(results[bad][-1]["error"]) and len(tokens_of(results[bad])) == 3
+
+    def fault(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(generator.drawer, "draw", fault)
+    job = greedy([8, 3], 6)
+    assert run(generator, job)[job][-1]["stage"] == "error" and generator.closed is not None
+    assert generator.pagetable.referenced == 0
+
+
 def test_health_decodes_also_when_busy():
     model, generator = make(1024)
     assert generator.check_health()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exl3 import ops, settings
-from exl3.errors import NumericalError
+from exl3.errors import BackendError, NumericalError
 from exl3.generate.job import Job
 from exl3.generate.sampling import State, apply_mask, check_finite, uniform
 
@@ -34,7 +34,7 @@ class Drawer:
             logits[:, self.vocab :] = -math.inf
         if self.fused and all(job.plain for job, _, _ in rows):
             out: list[Any] = [None] * len(rows)
-            self._draw_fused(logits, rows, range(len(rows)), out)
+            self._draw_together(logits, rows, range(len(rows)), out)
             return [o if isinstance(o, Exception) else (o, None) for o in out]
         return self._draw_mixed(logits, rows)
 
@@ -64,7 +64,7 @@ class Drawer:
             except Exception as error:  # one job's filter or sampler must not end the others
                 out[i] = error
         if fused:
-            self._draw_fused(logits, rows, fused, out)
+            self._draw_together(logits, rows, fused, out)
         return [o if isinstance(o, Exception) else (o, self._extra(rows[i][0], extras.get(i), o)) for i, o in enumerate(out)]
 
     def _restrict(self, row: Tensor, job: Job) -> None:
@@ -106,6 +106,18 @@ class Drawer:
         check_finite(row, f"job {job.serial_number}: logits of token {job.new_tokens + offset}")
         state = self._state(row, job, offset, uniform(job.seed, job.counter(offset)))
         return job.sampler.draw(state)
+
+    def _draw_together(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]], chosen: Sequence[int], out: list[Any]) -> None:
+        """One call for all; if it fails, one for each, so that only those whose fault it is get an error."""
+        try:
+            self._draw_fused(logits, rows, chosen, out)
+        except BackendError:
+            raise
+        except Exception as error:
+            for i in chosen:
+                out[i] = error
+                if len(chosen) > 1:
+                    self._draw_together(logits, rows, [i], out)
 
     def _draw_fused(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]], chosen: Sequence[int], out: list[Any]) -> None:
         at = [rows[i][1] for i in chosen]

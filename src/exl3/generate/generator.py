@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -184,17 +185,25 @@ class Generator(Conveniences):
             while self._inbox:
                 self.pending_jobs.append(self._inbox.popleft())
                 self._retry = True
-            self._admit(results)
-            ready = [j for j in self.active_jobs if j.n - j.cached == 1]
-            waiting = [j for j in self.active_jobs if j.n - j.cached != 1]
-            if waiting and (not ready or self._cooldown <= 0):
-                self._prefill(waiting, bool(ready), results)
-                self._cooldown = self.prefill_cooldown if ready else 0
-            if ready:
-                self._cooldown -= 1
-                self._decode([j for j in ready if not j.is_finished], results)
+            try:
+                self._step(results)
+            except Exception as error:
+                if not (isinstance(error, BackendError) or _is_device_fault(error)):
+                    raise
+                self._close_on_fault(error, results)
             self._apply_cancellations()
             return results
+
+    def _step(self, results: list[Result]) -> None:
+        self._admit(results)
+        ready = [j for j in self.active_jobs if j.n - j.cached == 1]
+        waiting = [j for j in self.active_jobs if j.n - j.cached != 1]
+        if waiting and (not ready or self._cooldown <= 0):
+            self._prefill(waiting, bool(ready), results)
+            self._cooldown = self.prefill_cooldown if ready else 0
+        if ready:
+            self._cooldown -= 1
+            self._decode([j for j in ready if not j.is_finished], results)
 
     def _apply_cancellations(self) -> None:
         while self._cancelled:
@@ -239,6 +248,19 @@ class Generator(Conveniences):
         self.pending_jobs.clear()
         self._inbox.clear()
 
+    def _drafting(self, call: Callable[[Any], Any]) -> Any:
+        """Calls the drafter, which nothing depends on: if it fails (its cache or memory), the engine goes on without."""
+        if self.drafter is None:
+            return None
+        try:
+            return call(self.drafter)
+        except Exception as error:
+            if isinstance(error, BackendError) or _is_device_fault(error):
+                raise
+            warnings.warn(f"drafting is switched off: {error}", RuntimeWarning, stacklevel=2)
+            self.drafter = None
+            return None
+
     # admission
 
     def _admit(self, results: list[Result]) -> None:
@@ -277,9 +299,9 @@ class Generator(Conveniences):
         job.stint_end = reserve
         self.active_jobs.append(job)
         if found.copy is not None:
-            self.cache.copy_page(*found.copy)
-            if self.drafter is not None:
-                self.drafter.copy_page(*found.copy)
+            source, target = found.copy
+            self.cache.copy_page(source, target)
+            self._drafting(lambda drafter: drafter.copy_page(source, target))
         if not job.time_start:
             job.time_start = time.perf_counter()
             job.cached_pages, job.cached_tokens = found.cached_pages, found.cached
@@ -360,8 +382,7 @@ class Generator(Conveniences):
             at += count
         batch = packed_batch(rows, wanted, self.cache, self.device)
         logits = forward(self.model, batch, head=bool(wanted))
-        if self.drafter is not None:
-            self.drafter.prefill(rows, [job for job, _ in work])
+        self._drafting(lambda drafter: drafter.prefill(rows, [job for job, _ in work]))
         return logits
 
     def _isolate(self, work: list[tuple[Job, int]], error: Exception, results: list[Result]) -> None:
@@ -411,7 +432,7 @@ class Generator(Conveniences):
         n = min(len(logits), len(job.prompt) - 1 - first)
         if n > 0:
             following = torch.from_numpy(job.prompt[first + 1 : first + 1 + n].astype(np.int64)).to(logits.device)
-            scores = torch.log_softmax(logits[:n, : self.drawer.vocab].float(), -1).gather(1, following[:, None])[:, 0]
+            scores = torch.log_softmax(logits[:n].float(), -1).gather(1, following[:, None])[:, 0]
             job.prompt_logprobs.append(scores.cpu().numpy())
 
     # decode
@@ -422,7 +443,7 @@ class Generator(Conveniences):
         if self.drafter is not None and ready:
             room = min(self.max_q_size, MAX_TOKENS // min(len(ready), MAX_TOKENS)) - 1
             if room > 0:
-                drafts = self.drafter.propose(ready, room)
+                drafts = self._drafting(lambda drafter: drafter.propose(ready, room)) or {}
         group: list[tuple[Job, list[int]]] = []
         size = 0
         for job in ready:
@@ -503,8 +524,8 @@ class Generator(Conveniences):
                     continue
                 if draft:
                     job.rejected_draft_tokens += len(draft) - i - accepted
-                    assert self.drafter is not None
-                    self.drafter.verified(job, draft, i + accepted)
+                    if self.drafter is not None:
+                        self.drafter.verified(job, draft, i + accepted)
                 self._advance(job, results)
             alive = following
 
