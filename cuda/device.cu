@@ -2,7 +2,6 @@
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <atomic>
@@ -105,11 +104,8 @@ int launch(const void* kernel, dim3 grid, int threads, int shared_bytes, int clu
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
   if (device->code >= 90) {
-    static const bool pdl = !getenv("EXL3_CUDA_NOPDL");
-    if (pdl) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
     if (cluster > 1) {
       attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
       attributes[config.numAttrs].val.clusterDim.x = cluster;

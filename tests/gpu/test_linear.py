@@ -161,6 +161,17 @@ def test_prefill(cuda: Library, rows: int, codebook: str, K: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [130, 200, 300])
+@pytest.mark.parametrize("codebook,K", [("mul1", 4), ("mcg", 4), ("mul1", 1.5), ("mul1", 7)])
+def test_prefill_of_many_columns(cuda: Library, rows: int, codebook: str, K: float) -> None:
+    """Enough columns that a block takes 256 rows."""
+    torch.manual_seed(rows)
+    w = random_weight(384, 13700, K, codebook, "cuda")
+    x = torch.randn(rows, 384, device="cuda").half()
+    assert relative(cuda.linear(x, [w])[0], exact(x, w)) < EXACT
+
+
+@pytest.mark.gpu
 def test_replay(cuda: Library) -> None:
     """A recorded call replayed with new contents equals the eager call bit for bit."""
     torch.manual_seed(0)
