@@ -39,7 +39,7 @@ GPU_FN void attention(const AttentionArgs& args) {
     const void* from = row_of(a.q, token * a.q_stride + (int64_t)(head0 + (q < queries ? q : 0)) * c.head_dim, a.dtype);
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-      query[q][g] = g < groups ? load(from, g * 32 + lane, a.dtype) : 0.f;
+      query[q][g] = g < fresh(groups) ? load(from, g * 32 + lane, a.dtype) : 0.f;
       if (c.k_bits != 16) query[q][g] = hadamard32(query[q][g]);
       query[q][g] *= a.scale;
       sum[q][g] = 0.f;
@@ -60,7 +60,7 @@ GPU_FN void attention(const AttentionArgs& args) {
       for (int q = 0; q < QUERIES; q++) score[q][j] = 0.f;
 #pragma unroll
       for (int g = 0; g < GROUPS; g++)
-        if (g < groups) {
+        if (g < fresh(groups)) {
           const float k = read_group(c, 0, place[j], all_groups, kv_head * groups + g);
 #pragma unroll
           for (int q = 0; q < QUERIES; q++) score[q][j] += query[q][g] * k;
@@ -91,7 +91,7 @@ GPU_FN void attention(const AttentionArgs& args) {
     for (int j = 0; j < kBatch; j++)
 #pragma unroll
       for (int g = 0; g < GROUPS; g++)
-        if (g < groups) {
+        if (g < fresh(groups)) {
           const float v = read_group(c, 1, place[j], all_groups, kv_head * groups + g);
 #pragma unroll
           for (int q = 0; q < QUERIES; q++) sum[q][g] += score[q][j] * v;

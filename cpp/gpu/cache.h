@@ -75,7 +75,7 @@ GPU_FN void cache_append(const exl3_cache_append_args& a) {
 
 // Lane's value of a group; quantized groups stay in the rotated basis.
 GPU_FN float read_group(const exl3_cache_layer& c, int side, int64_t place, int groups, int group) {
-  const int bits = side ? c.v_bits : c.k_bits, lane = lane_id();
+  const int bits = fresh(side ? c.v_bits : c.k_bits), lane = lane_id();
   const void* data = side ? c.v : c.k;
   if (bits == 16) return half_to_float(((const uint16_t*)data)[(place * groups + group) * 32 + lane]);
   const float scale = half_to_float(((const uint16_t*)(side ? c.v_scale : c.k_scale))[place * groups + group]);

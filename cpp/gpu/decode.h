@@ -48,14 +48,19 @@ GPU_FN void reconstruct_original(const ReconstructArgs& a) {
   const int lane = lane_id(), warp = warp_id(), columns = w.out_padded / 16;
   const uint32_t* words = (const uint32_t*)w.trellis + ((int64_t)(block_y() * 8 + lane / 4) * columns + block_x() * 8 + warp) * 4 * w.k2;
   float v[16][4];
+#pragma unroll
   for (int c = 0; c < 16; c++) {
+#pragma unroll
     for (int e = 0; e < 4; e++)
       v[c][e] = code_value(exl3::ring_state(words, w.k2, stream_position((4 * lane + e) & 15, c)), w.codebook, w.multiplier);
     hadamard128(v[c]);  // down the rows
   }
+#pragma unroll
   for (int m = 1; m < 16; m <<= 1)  // along the columns of this warp
+#pragma unroll
     for (int c = 0; c < 16; c++)
       if (!(c & m))
+#pragma unroll
         for (int e = 0; e < 4; e++) {
           const float p = v[c][e], q = v[c | m][e];
           v[c][e] = p + q;
@@ -66,7 +71,9 @@ GPU_FN void reconstruct_original(const ReconstructArgs& a) {
 #pragma unroll
   for (int pass = 0; pass < 16; pass += kPass) {  // and across the eight warps
     block_sync();
+#pragma unroll
     for (int c = 0; c < kPass; c++)
+#pragma unroll
       for (int e = 0; e < 4; e++) space[(warp * kPass + c) * 128 + 4 * lane + e] = v[pass + c][e];
     block_sync();
     for (int c = 0; c < kPass; c++)

@@ -174,6 +174,14 @@ GPU_FN float hyperbolic_tangent(float x) { return tanhf(x); }
 GPU_FN float exp_minus_one(float x) { return expm1f(x); }
 GPU_FN float error_function(float x) { return erff(x); }
 #endif
+// The same number, of which the compiler knows nothing, the same in all lanes: tests of it stay where they are instead of being drawn out of
+// loops, each with a register of its own.
+GPU_FN int fresh(int x) {
+#if GPU_HIP
+  asm volatile("" : "+s"(x));
+#endif
+  return x;
+}
 GPU_FN float absolute(float x) { return as_float(as_int(x) & 0x7fffffff); }
 GPU_FN float larger(float a, float b) { return a > b ? a : b; }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from exl3.errors import ArgumentError, BackendError
@@ -79,23 +82,24 @@ def self_test(device: torch.device | str = "cpu") -> None:
 
 def _test_attention(device: torch.device) -> None:
     """Four tokens into a cache of fp16 keys and 4-bit values, in the second of its pages, then attention of the last one."""
-    from exl3.cache import Batch, Layer
-
     ints = {"dtype": torch.int32, "device": device}
     generator = torch.Generator().manual_seed(2)
     k, v = (torch.randn(4, 1, 64, generator=generator).half() for _ in range(2))
     q = torch.randn(1, 2, 64, generator=generator).half()
 
-    def batch(first: int, count: int) -> Batch:
-        return Batch(
-            ids=torch.zeros(count, **ints), positions=torch.arange(first, first + count, **ints), token_row=torch.zeros(count, **ints),
-            row_start=torch.tensor([0, count], **ints), lengths=torch.tensor([first + count], **ints), block_table=torch.ones(1, 1, **ints),
-        )  # fmt: skip
+    def batch(first: int, count: int) -> Any:
+        return SimpleNamespace(
+            positions=torch.arange(first, first + count, **ints), token_row=torch.zeros(count, **ints), block_table=torch.ones(1, 1, **ints)
+        )
 
-    layer = Layer(2, 1, 64, device, 16, 4, 0.0)
+    layer: Any = SimpleNamespace(  # what cache.Layer holds, a room that this one does not see
+        k=torch.zeros(2, reference.PAGE, 1, 64, dtype=torch.float16, device=device), v=torch.zeros(2, reference.PAGE, 8, **ints),
+        k_scale=None, v_scale=torch.zeros(2, reference.PAGE, 2, dtype=torch.float16, device=device),
+        kv_heads=1, head_dim=64, k_bits=16, v_bits=4, compand=0.0, pages=2,
+    )  # fmt: skip
     want_k = k[:, 0].float()
     cache_append(layer, k.to(device), v.to(device), batch(0, 4))
-    read = cache_read(layer, batch(0, 4).block_table[0], 0, 4, torch.float32)  # type: ignore[index]
+    read = cache_read(layer, batch(0, 4).block_table[0], 0, 4, torch.float32)
     if not torch.equal(read[0][:, 0].cpu(), want_k):
         raise BackendError(f"self-test on {device}: the cache does not give back what was put in; do not use this device")
     y = attention(q.to(device), layer, batch(3, 1), scale=0.125).cpu().float()

@@ -1,0 +1,70 @@
+"""Static limits on the real AMD machine code: no spills, no scratch, registers, shared memory, and the instructions each kernel is about."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from code_objects import Kernel, read, tool
+from harness import ROOT
+
+FOLDER = Path(os.environ.get("EXL3_ROCM_BUILD", ROOT / "build" / "rocm" / "rocm"))
+OBJECTS = sorted(FOLDER.glob("kernels.*.co"))
+RATES = [("mul1", k2) for k2 in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)] + [("pair", k2) for k2 in (2, 4, 6, 8, 10, 12, 14, 16)]
+
+pytestmark = pytest.mark.skipif(not OBJECTS or tool("llvm-readelf") is None, reason="needs a ROCm build in build/rocm and llvm-22")
+every = pytest.mark.parametrize("path", OBJECTS or [Path("none.none.co")], ids=lambda p: p.name.split(".")[1])
+
+
+@cache
+def kernels(path: Path) -> dict[str, Kernel]:
+    return read(path)
+
+
+@every
+def test_limits(path: Path) -> None:
+    found = kernels(path)
+    assert len(found) == 15 + 5 + 5 * len(RATES)
+    for k in found.values():
+        assert (k.spills, k.scratch, k.wave) == (0, 0, 32), k.name
+        assert k.shared <= 64 * 1024, k.name
+        # waves a SIMD that hide the latency of memory: eight for products of few rows, four elsewhere (1024 registers a lane)
+        assert k.vgprs <= (128 if "gemv" in k.name else 192), k.name
+        assert not k.count("ds_bpermute"), f"{k.name}: an exchange of lanes goes through shared memory"
+
+
+@every
+def test_instructions_needed(path: Path) -> None:
+    found = kernels(path)
+    matrix = "gfx10" not in path.name
+    for kind, k2 in RATES:
+        gemm, gemv = found[f"k_gemm_{kind}_{k2}"], found[f"k_gemv_{kind}_{k2}_1"]
+        if matrix:
+            assert gemm.count("v_wmma_f32_16x16x16_f16") == 8 and gemm.count("ds_load_b128") >= 4
+        else:
+            assert gemm.count("v_dot2") >= 64 * 8
+        loop = gemv.hot_loop("dot2")
+        assert not any(t.startswith(("v_mul_lo_u32", "ds_", "flat_", "scratch_")) for t in loop)
+        # rotated activations come once a wave, weights in pieces of 16 bytes where a lane has that many
+        assert any(t.startswith("s_load") for t in loop) and not any("u16" in t and t.startswith("global") for t in loop)
+        if kind == "mul1":
+            assert sum(t.startswith("v_sad") for t in loop) == sum(t.startswith("v_mad_u32_u16") for t in loop)
+
+
+# vector instructions a weight of the inner loop for one row, counted by hand (docs/rocm.md): window 1, hash 2, byte sum 1, dot product 1/2;
+# 3inst and mcg: mask and xor 2 and packed sum about 1.5 in place of the byte sum. The rest aligns words and steps addresses.
+@every
+@pytest.mark.parametrize("kind,k2", RATES, ids=str)
+def test_instructions_a_weight(path: Path, kind: str, k2: int) -> None:
+    loop = kernels(path)[f"k_gemv_{kind}_{k2}_1"].hot_loop("dot2")
+    weights = 2 * sum(t.count("dot2") for t in loop)
+    vector = sum(t.startswith("v_") for t in loop)
+    assert weights and vector / weights < (5.8 if kind == "mul1" else 8.6)
+
+
+def test_size() -> None:
+    bundle = FOLDER / "kernels.hipfb"
+    assert bundle.stat().st_size < 20e6
+    assert bundle.read_bytes()[:4] == b"CCOB"

@@ -1,0 +1,78 @@
+"""What the library says on machines that cannot run it: one sentence with what was found and what to do; opening it never fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ROOT, Library
+
+ASK = """
+import ctypes, json, sys
+sys.path[:0] = [sys.argv[2]]
+from harness import Library
+table = Library(sys.argv[1], "cpu").table
+text = table.describe(0)
+print(json.dumps([text and text.decode(), table.last_error().decode()]))
+"""
+
+
+def ask(file: Path, **environment: str) -> tuple[str | None, str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore", **environment}
+    run = subprocess.run([sys.executable, "-c", ASK, str(file), str(ROOT / "tests" / "gpu")], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    text, error = json.loads(run.stdout)
+    return text, error
+
+
+CASES = {
+    "no runtime": ({"EXL3_HIP_LIB": "/nonexistent/libamdhip64.so"}, "no HIP runtime.*install ROCm"),
+    "no driver": ({"MOCK_DEVICES": "0"}, "no AMD device.*driver loaded.*dev/kfd"),
+    "wave64": ({"MOCK_WAVE": "64"}, "waves of 64 lanes.*RDNA2 and newer"),
+    "old runtime": ({"MOCK_VERSION": "60140093"}, r"ROCm 6\.1.*needs 6\.4 or newer: update ROCm"),
+    "no code": ({"MOCK_NO_CODE": "1"}, "no code for mock card.*EXL3_ROCM_ARCHS"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusals(rocm_file: Path, mock_file: Callable[[int], Path], case: str) -> None:
+    environment, pattern = CASES[case]
+    text, error = ask(rocm_file, **{"EXL3_HIP_LIB": str(mock_file(11)), **environment})
+    assert text is None
+    assert re.search(pattern, error), error
+    assert "\n" not in error
+
+
+def test_a_file_that_is_no_runtime(rocm_file: Path, tmp_path: Path) -> None:
+    """A library that lacks the functions: named as too old."""
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "empty.so")], check=True)
+    text, error = ask(rocm_file, EXL3_HIP_LIB=str(tmp_path / "empty.so"))
+    assert text is None and "lacks hip" in error and "too old" in error
+
+
+def test_described(rocm_file: Path, mock_file: Callable[[int], Path]) -> None:
+    text, _ = ask(rocm_file, EXL3_HIP_LIB=str(mock_file(11)))
+    assert text is not None and "mock card" in text and "gfx11" in text and "ROCm 7.1" in text and "WMMA" in text
+
+
+def test_which_library_serves_a_rocm_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from exl3.ops import native
+
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert native.library_name("cuda") == "rocm"
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert native.library_name("cuda") == "cuda"
+
+
+def test_one_symbol_is_visible(lib: Library) -> None:
+    assert not hasattr(lib.handle, "exl3_device_code")
+    assert lib.table.name == b"rocm" and set(lib.ops) >= {"linear", "attention", "encode", "sample", "cache_append"}
