@@ -45,7 +45,7 @@ def test_summary_matches_numpy_in_float64():
 def test_nan_logits_are_named():
     good, bad = torch.zeros(4, 8), torch.zeros(4, 8)
     bad[2, 3] = float("nan")
-    with pytest.raises(NumericalError, match="quantized model.*token 2"):
+    with pytest.raises(NumericalError, match=r"quantized model.*token 2"):
         Accumulator().add(good, bad, torch.arange(4))
 
 

@@ -18,7 +18,7 @@ from exl3.ops.weight import CODEBOOKS, Weight
 MAX_GROUP = 4
 
 planes: int | None = None
-"""Operands of the EXL3 product: 2 or 1 planes of int8, 0 floating point; None takes the setting's (CPU: EXL3_CPU_PLANES, GPU: EXL3_INT8_GEMV)."""
+"""Operands of the EXL3 product: 2 or 1 planes of int8, 0 floating point; None takes the setting's (EXL3_CPU_PLANES, EXL3_INT8_GEMV)."""
 
 
 def active_planes(device: torch.device) -> int:

@@ -82,7 +82,7 @@ def self_test(device: torch.device | str = "cpu") -> None:
 
 def _test_attention(device: torch.device) -> None:
     """Four tokens into a cache of fp16 keys and 4-bit values, in the second of its pages, then attention of the last one."""
-    ints = {"dtype": torch.int32, "device": device}
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     generator = torch.Generator().manual_seed(2)
     k, v = (torch.randn(4, 1, 64, generator=generator).half() for _ in range(2))
     q = torch.randn(1, 2, 64, generator=generator).half()
@@ -104,5 +104,7 @@ def _test_attention(device: torch.device) -> None:
         raise BackendError(f"self-test on {device}: the cache does not give back what was put in; do not use this device")
     y = attention(q.to(device), layer, batch(3, 1), scale=0.125).cpu().float()
     weights = (q[0].float() @ want_k.T * 0.125).softmax(-1)
-    if not (y[0] - weights @ read[1][:, 0].cpu()).norm() < 4e-3 * y.norm() or not (read[1][:, 0].cpu() - v[:, 0].float()).norm() < 0.2 * v.float().norm():
+    values = read[1][:, 0].cpu()
+    attends = (y[0] - weights @ values).norm() < 4e-3 * y.norm()
+    if not attends or not (values - v[:, 0].float()).norm() < 0.2 * v.float().norm():
         raise BackendError(f"self-test on {device}: attention over the cache is wrong; do not use this device")
