@@ -118,6 +118,18 @@ def test_useless_drafts_are_given_up():
     assert eager.next() == 6
 
 
+def test_drafts_stay_right_when_pages_move():
+    """A draft model equal to the model is never wrong, also after requeues and shared pages: both caches follow the same page table."""
+    model = HistoryModel(vocab=60)
+    generator = Generator(model, StubCache(4096), draft_model=HistoryModel(vocab=60), draft_cache=StubCache(4096), max_chunk_size=256)
+    shared = list(range(2, 50)) * 12
+    jobs = [Job([*shared, i], 150, sampler=ArgmaxSampler(), stop_conditions=[], max_rq_tokens=40) for i in range(2, 7)]
+    results = run(generator, *jobs)
+    for job in jobs:
+        assert tokens_of(results[job]) == model.greedy(job.prompt, 150)
+        assert job.rejected_draft_tokens == 0 and job.accepted_draft_tokens > 60 and job.is_requeued
+
+
 @pytest.mark.parametrize("where", ["propose", "prefill", "copy_page"])
 def test_a_failing_drafter_is_switched_off(where, monkeypatch):
     plain, _ = drafted("none")

@@ -108,6 +108,7 @@ class SuffixAutomaton:
 class NgramDrafter:
     """Repeats what followed the longest earlier match of the current suffix in the job's own prompt and output."""
 
+    keeps_pages = False  # no cache of its own that follows the engine's pages
     FEED = 4096  # tokens of a long prompt read at each step, so that none is held up
 
     def __init__(self, count: int, at_least: int, dynamic: bool) -> None:
@@ -117,6 +118,9 @@ class NgramDrafter:
         """Nothing to do."""
 
     def copy_page(self, src: int, dst: int) -> None:
+        """Nothing to do."""
+
+    def follow(self, job: Job, upto: int) -> None:
         """Nothing to do."""
 
     def propose(self, jobs: Sequence[Job], room: int) -> dict[Job, list[int]]:
@@ -156,6 +160,8 @@ class NgramDrafter:
 
 class ModelDrafter:
     """A smaller model of the same vocabulary, greedy, over its own cache with the same pages."""
+
+    keeps_pages = True
 
     def __init__(self, generator: Any, model: Any, cache: Any, count: int, dynamic: bool) -> None:
         if model.vocab_size != generator.vocab_size:
@@ -222,13 +228,18 @@ class ModelDrafter:
 
     def _catch_up(self, job: Job) -> None:
         """Feeds what the draft model missed, but for the last few tokens."""
-        while job.n - job.draft_cached > 8:
-            count = min(job.n - job.draft_cached - 1, 1024)
+        if job.n - job.draft_cached > 8:
+            self.follow(job, job.n - 1)
+
+    def follow(self, job: Job, upto: int) -> None:
+        """Feeds the job's tokens before `upto` that the draft model has not seen."""
+        while job.draft_cached < upto:
+            count = min(upto - job.draft_cached, 1024)
             rows = [(job.ids[job.draft_cached : job.draft_cached + count], job.draft_cached, job.pages)]
             self.prefill(rows, [job])
 
     def _step(self, group: Sequence[tuple[Job, list[int]]], drafts: dict[Job, list[int]]) -> None:
-        logits = self.runner.run([(new, job.draft_cached, job.pages, job.serial_number) for job, new in group])
+        logits = self.runner.run([(new, job.draft_cached, job.pages, job.owner) for job, new in group])
         best = logits[:, : self.vocab].argmax(-1).tolist()
         at = -1
         for job, new in group:

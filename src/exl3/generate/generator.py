@@ -228,7 +228,9 @@ class Generator(Conveniences):
         if job.pages:
             full = len(job.chain)
             parent = job.chain[-1] if full else self.pagetable.root
-            self.pagetable.release(job.pages, (full, parent, job.ids[full * PAGE : job.cached]))
+            keeps_pages = self.drafter is not None and self.drafter.keeps_pages
+            known = min(job.cached, job.draft_cached) if keeps_pages else job.cached
+            self.pagetable.release(job.pages, (full, parent, job.ids[full * PAGE : known]))
             job.pages = []
             job.chain = []
             self._retry = True
@@ -306,7 +308,7 @@ class Generator(Conveniences):
             job.time_start = time.perf_counter()
             job.cached_pages, job.cached_tokens = found.cached_pages, found.cached
             results.append(job.result("started"))
-        self.runner.forget(job.serial_number)
+        job.moved()
         self._request_masks(job)
         return True
 
@@ -364,10 +366,12 @@ class Generator(Conveniences):
                 return
             job.pages[at] = other
             job.chain.append(job.names[at])
+            if job.draft_cached == job.cached:
+                job.draft_cached += PAGE
             job.cached += PAGE
             job.cached_tokens += PAGE
             job.cached_pages += 1
-            self.runner.forget(job.serial_number)
+            job.moved()
 
     def _prefill_pass(self, work: list[tuple[Job, int]]) -> torch.Tensor | None:
         """Runs the pass; logits of the rows `_after_prefill` expects."""
@@ -460,7 +464,7 @@ class Generator(Conveniences):
         group = [(j, d) for j, d in group if not j.is_finished]
         if not group:
             return
-        rows = [([j.last, *d] if d else [j.last], j.cached, j.pages, j.serial_number) for j, d in group]
+        rows = [([j.last, *d] if d else [j.last], j.cached, j.pages, j.owner) for j, d in group]
         try:
             logits = self.runner.run(rows)
         except Exception as error:
@@ -574,6 +578,9 @@ class Generator(Conveniences):
     def _publish(self, job: Job) -> None:
         """Names the pages that are full and can't be taken back."""
         sure = min(job.cached, job.n - job.stream.held_tokens if job.banned_strings else job.cached)
+        if (len(job.chain) + 1) * PAGE > sure:
+            return
+        self._drafting(lambda drafter: drafter.follow(job, sure // PAGE * PAGE))  # a page is shared with its draft cache or not at all
         while (len(job.chain) + 1) * PAGE <= sure:
             at = len(job.chain)
             parent = job.chain[-1] if at else self.pagetable.root

@@ -125,6 +125,7 @@ class Job:
         self.last = 0  # the last token
         self.last_view: Any = None  # and the same as a tensor (1, 1), a view of the step's
         self.pages: list[int] = []
+        self.owner: tuple[int, int] = (self.serial_number, 0)  # names this list of pages; a new one after every change in place
         self.chain: list[bytes] = []  # hashes of the leading pages that are published or shared
         self.names: list[bytes] = []
         self.skips = 0
@@ -259,6 +260,10 @@ class Job:
     def draft_stats(self) -> dict[str, int]:
         """Accepted and rejected draft tokens."""
         return {"accepted": self.accepted_draft_tokens, "rejected": self.rejected_draft_tokens}
+
+    def moved(self) -> None:
+        """The list of pages has changed: recorded steps rewrite its row."""
+        self.owner = (self.serial_number, self.owner[1] + 1)
 
     @property
     def scores_only(self) -> bool:

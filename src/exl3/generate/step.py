@@ -166,10 +166,6 @@ class StepRunner:
             self._copied.record(torch.cuda.current_stream(self.device))
         return tokens, size
 
-    def forget(self, owner: Any) -> None:
-        """The owner's pages have changed in place: its rows are rewritten at the next run."""
-        self._owners = [None if key is not None and key[0] == owner else key for key in self._owners]
-
     def _batch(self, size: int) -> Batch:
         n, s = MAX_TOKENS, self._small
         return Batch(
