@@ -357,6 +357,8 @@ _ROWS: dict[str, list[Setting]] = {
     "Debugging": [
         _works("EXLLAMA_DEBUGLOG_<CATEGORY>", "present", False,
                "time-stamped debug log of one category, `BACKEND` or `LOADER`, on Python's `logging` as `exl3.debug.<category>`"),
+        _works("EXL3_HIP_LIB", "text", None,
+               "ours: file of the HIP runtime (libamdhip64.so) to use; unset: the one torch loaded, else the first found", read="first use"),
         _works("ROCPROFILER_REGISTER_ENABLED", "text", "0",
                "ROCm's profiler registration, which keeps a core busy; `import exl3` sets 0 if unset. Set 1 for torch.profiler on ROCm",
                read="import"),
@@ -365,7 +367,7 @@ _ROWS: dict[str, list[Setting]] = {
     "Building": [
         _works("EXLLAMA_EXT_LINEINFO", "present", False, "line tables in CUDA kernels, for profilers", read="build"),
         _works("EXLLAMA_EXT_COMPRESS", "0|1|auto|require", None,
-               "size compression of CUDA kernels: 0 off, auto where nvcc has it (12.8), require or fail", read="build"),
+               "size compression of GPU kernels: 0 off, auto where nvcc has it (12.8; AMD code always), require or fail", read="build"),
         _works("CUDAHOSTCXX", "text", None, "host compiler of nvcc, read by CMake itself", read="build"),
         _works("TORCH_CUDA_ARCH_LIST", "list", None, "architectures of a CUDA build, as `8.6 9.0a 12.0+PTX`; `EXL3_CUDA_ARCHS` goes first",
                read="build"),
@@ -373,6 +375,9 @@ _ROWS: dict[str, list[Setting]] = {
         _works("MAX_JOBS", "int", None, "most compilers at a time", read="build", low=1),
         _works("EXL3_BACKENDS", "list", "cpu", "ours: kernel libraries that a build makes, of cpu, cuda, rocm", read="build"),
         _works("EXL3_CUDA_ARCHS", "list", None, "ours: architectures of a CUDA build, as `80 90a`", read="build"),
+        _works("EXL3_ROCM_ARCHS", "list", "family",
+               "ours: AMD architectures of a build: `family` (one code object for each of RDNA2, 3 and 4), `quick`, `all` (17 cards by name), or a list",
+               read="build"),
         _works("EXL3_PREBUILT", "text", None, "ours: folder with finished kernel libraries; a build then compiles none", read="build"),
         _works("EXLLAMA_NOCOMPILE", "one", False, "ours: 1 installs the Python files alone, which run in plain torch",
                read="build"),

@@ -1,4 +1,4 @@
-"""Static limits on the real AMD machine code: no spills, no scratch, registers, shared memory, and the instructions each kernel is about."""
+"""Static limits on the real AMD machine code: no spills or scratch, registers, shared memory, the instructions each kernel is about."""
 
 from __future__ import annotations
 

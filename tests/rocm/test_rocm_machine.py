@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, Library
-
-ASK = """
-import ctypes, json, sys
-sys.path[:0] = [sys.argv[2]]
 from harness import Library
-table = Library(sys.argv[1], "cpu").table
-text = table.describe(0)
-print(json.dumps([text and text.decode(), table.last_error().decode()]))
-"""
 
 
-def ask(file: Path, **environment: str) -> tuple[str | None, str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore", **environment}
-    run = subprocess.run([sys.executable, "-c", ASK, str(file), str(ROOT / "tests" / "gpu")], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    text, error = json.loads(run.stdout)
-    return text, error
+Ask = Callable[..., tuple[str | None, str]]
+
+
+@pytest.fixture
+def ask(rocm_file: Path, mock_file: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """What a freshly opened library says of device 0: (description or None, error)."""
+
+    def asked(**environment: str) -> tuple[str | None, str]:
+        for name, value in {"EXL3_HIP_LIB": str(mock_file(11)), **environment}.items():
+            monkeypatch.setenv(name, value)
+        path = tmp_path / "libexl3_rocm.so"
+        path.write_bytes(rocm_file.read_bytes())
+        table = Library(path, "cpu").table
+        text = table.describe(0)
+        return text and text.decode(), table.last_error().decode()
+
+    return asked
 
 
 CASES = {
@@ -42,25 +41,25 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refusals(rocm_file: Path, mock_file: Callable[[int], Path], case: str) -> None:
+def test_refusals(ask: Ask, case: str) -> None:
     environment, pattern = CASES[case]
-    text, error = ask(rocm_file, **{"EXL3_HIP_LIB": str(mock_file(11)), **environment})
+    text, error = ask(**environment)
     assert text is None
     assert re.search(pattern, error), error
     assert "\n" not in error
 
 
-def test_a_file_that_is_no_runtime(rocm_file: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_runtime(ask: Ask, tmp_path: Path) -> None:
     """A library that lacks the functions: named as too old."""
     source = tmp_path / "empty.c"
     source.write_text("int nothing;\n")
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "empty.so")], check=True)
-    text, error = ask(rocm_file, EXL3_HIP_LIB=str(tmp_path / "empty.so"))
+    text, error = ask(EXL3_HIP_LIB=str(tmp_path / "empty.so"))
     assert text is None and "lacks hip" in error and "too old" in error
 
 
-def test_described(rocm_file: Path, mock_file: Callable[[int], Path]) -> None:
-    text, _ = ask(rocm_file, EXL3_HIP_LIB=str(mock_file(11)))
+def test_described(ask: Ask) -> None:
+    text, _ = ask()
     assert text is not None and "mock card" in text and "gfx11" in text and "ROCm 7.1" in text and "WMMA" in text
 
 

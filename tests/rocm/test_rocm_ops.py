@@ -3,6 +3,7 @@ of a card's."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from exl3 import codec, ops
 from exl3.errors import BackendError
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 
 pytestmark = pytest.mark.usefixtures("as_cpu")
 
@@ -63,25 +66,44 @@ def test_doctor_report() -> None:
     assert "rocm: mock card" in lines["backends"]["cpu"] and lines["self_test"]["cpu"] == "passed"
 
 
-def test_model_decode_step() -> None:
-    """A tiny model's prefill and one decode step, against the plain torch operations."""
+def test_model_decode_step(tmp_path: Path) -> None:
+    """A tiny model of EXL3 matrices: prefill and one decode step through this library, against the plain torch operations."""
+    from plain_llama import CONFIG, random_weights, write
+
     from exl3.cache import Batch, Cache
     from exl3.models import load
+    from exl3.ops import native
 
-    model = load(Path(__file__).resolve().parents[1] / "data" / "models" / "llama_llama3", device="cpu", max_tokens=256)
-    ids = torch.randint(0, model.vocab_size, (1, 6), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    want = model.forward_whole(ids)[0, -1].float()
-    cache = Cache(model, 256, model.device)
+    config = {**CONFIG, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    tensors = random_weights(config)
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        out, inp = tensors.pop(name).shape
+        key = name.removesuffix(".weight")
+        g = torch.Generator().manual_seed(len(key) * out + inp)
+        tensors[f"{key}.trellis"] = torch.randint(-32768, 32768, (8 * -(-inp // 128), 8 * -(-out // 128), 64), generator=g).to(torch.int16)
+        tensors[f"{key}.suh"] = (torch.randint(0, 2, (128 * -(-inp // 128),), generator=g) * 2.0 - 1).half()
+        tensors[f"{key}.svh"] = torch.full((128 * -(-out // 128),), inp**-0.5).half()
+        tensors[f"{key}.mul1"] = torch.tensor([-2082680531], dtype=torch.int32)
+    write(tmp_path, config, tensors)
+    ids = torch.randint(0, config["vocab_size"], (1, 6), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
 
-    def batch(first: int, count: int) -> Batch:
+    def batch(cache: Cache, first: int, count: int) -> Batch:
         i32 = {"dtype": torch.int32}
         return Batch(
-            ids=ids[0, first : first + count].contiguous(), positions=torch.arange(first, first + count, **i32), token_row=torch.zeros(count, **i32),
-            row_start=torch.tensor([0, count], **i32), lengths=torch.tensor([first + count], **i32), block_table=torch.zeros(1, 1, **i32),
-            logits_at=torch.tensor([count - 1], **i32), cache=cache, tables={},
+            ids=ids[0, first : first + count].contiguous(), positions=torch.arange(first, first + count, **i32),
+            token_row=torch.zeros(count, **i32), row_start=torch.tensor([0, count], **i32), lengths=torch.tensor([first + count], **i32), block_table=torch.zeros(1, 1, **i32),
+            logits_at=torch.tensor([count - 1], **i32), cache=cache,
         )  # fmt: skip
 
-    with torch.no_grad():
-        model(batch(0, 5))
-        got = model(batch(5, 1))[0].float()
-    assert (got - want).norm() < 1e-3 * want.norm()
+    def decode() -> torch.Tensor:
+        model = load(tmp_path, device="cpu", max_tokens=256)
+        cache = Cache(model, 256, model.device)
+        with torch.no_grad():
+            model(batch(cache, 0, 5))
+            return model(batch(cache, 5, 1))[0].float()
+
+    got = decode()
+    here, native._backends["cpu"] = native._backends["cpu"], None  # reference.py serves
+    want = decode()
+    native._backends["cpu"] = here
+    assert float((got - want).norm() / want.norm()) < 3e-3

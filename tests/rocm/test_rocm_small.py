@@ -4,7 +4,6 @@ from test_portable import (  # noqa: F401
     _seed,
     test_act_mul,
     test_add_softcap,
-    test_attention,
     test_cache,
     test_dense,
     test_embedding,
