@@ -11,7 +11,6 @@ import pytest
 import torch
 from harness import Library
 
-
 Ask = Callable[..., tuple[str | None, str]]
 
 
