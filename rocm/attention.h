@@ -61,7 +61,7 @@ GPU_FN void attention(const AttentionArgs& args) {
 #pragma unroll
       for (int g = 0; g < GROUPS; g++)
         if (g < fresh(groups)) {
-          const float k = read_group(c, 0, place[j], all_groups, kv_head * groups + g);
+          const float k = read_group(c, 0, fresh(c.k_bits), place[j], all_groups, kv_head * groups + g);
 #pragma unroll
           for (int q = 0; q < QUERIES; q++) score[q][j] += query[q][g] * k;
         }
@@ -92,7 +92,7 @@ GPU_FN void attention(const AttentionArgs& args) {
 #pragma unroll
       for (int g = 0; g < GROUPS; g++)
         if (g < fresh(groups)) {
-          const float v = read_group(c, 1, place[j], all_groups, kv_head * groups + g);
+          const float v = read_group(c, 1, fresh(c.v_bits), place[j], all_groups, kv_head * groups + g);
 #pragma unroll
           for (int q = 0; q < QUERIES; q++) sum[q][g] += score[q][j] * v;
         }

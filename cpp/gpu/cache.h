@@ -74,12 +74,15 @@ GPU_FN void cache_append(const exl3_cache_append_args& a) {
 }
 
 // Lane's value of a group; quantized groups stay in the rotated basis.
-GPU_FN float read_group(const exl3_cache_layer& c, int side, int64_t place, int groups, int group) {
-  const int bits = fresh(side ? c.v_bits : c.k_bits), lane = lane_id();
+GPU_FN float read_group(const exl3_cache_layer& c, int side, int bits, int64_t place, int groups, int group) {
+  const int lane = lane_id();
   const void* data = side ? c.v : c.k;
   if (bits == 16) return half_to_float(((const uint16_t*)data)[(place * groups + group) * 32 + lane]);
   const float scale = half_to_float(((const uint16_t*)(side ? c.v_scale : c.k_scale))[place * groups + group]);
   return code_level(unpack_group((const uint32_t*)data + (place * groups + group) * bits, lane, bits), bits, c.compand) * scale;
+}
+GPU_FN float read_group(const exl3_cache_layer& c, int side, int64_t place, int groups, int group) {
+  return read_group(c, side, side ? c.v_bits : c.k_bits, place, groups, group);
 }
 
 GPU_FN void cache_read(const exl3_cache_read_args& a) {

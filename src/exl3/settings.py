@@ -376,8 +376,8 @@ _ROWS: dict[str, list[Setting]] = {
         _works("EXL3_BACKENDS", "list", "cpu", "ours: kernel libraries that a build makes, of cpu, cuda, rocm", read="build"),
         _works("EXL3_CUDA_ARCHS", "list", None, "ours: architectures of a CUDA build, as `80 90a`", read="build"),
         _works("EXL3_ROCM_ARCHS", "list", "family",
-               "ours: AMD architectures of a build: `family` (one code object for each of RDNA2, 3 and 4), `quick`, `all` (17 cards by name), "
-               "or a list",
+               "ours: AMD architectures of a build: `family` (one code object for each of RDNA2, 3 and 4), `quick`, `all` (17 cards by "
+               "name), or a list",
                read="build"),
         _works("EXL3_PREBUILT", "text", None, "ours: folder with finished kernel libraries; a build then compiles none", read="build"),
         _works("EXLLAMA_NOCOMPILE", "one", False, "ours: 1 installs the Python files alone, which run in plain torch",

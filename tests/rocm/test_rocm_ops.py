@@ -91,7 +91,8 @@ def test_model_decode_step(tmp_path: Path) -> None:
         i32 = {"dtype": torch.int32}
         return Batch(
             ids=ids[0, first : first + count].contiguous(), positions=torch.arange(first, first + count, **i32),
-            token_row=torch.zeros(count, **i32), row_start=torch.tensor([0, count], **i32), lengths=torch.tensor([first + count], **i32), block_table=torch.zeros(1, 1, **i32),
+            token_row=torch.zeros(count, **i32), row_start=torch.tensor([0, count], **i32),
+            lengths=torch.tensor([first + count], **i32), block_table=torch.zeros(1, 1, **i32),
             logits_at=torch.tensor([count - 1], **i32), cache=cache,
         )  # fmt: skip
 

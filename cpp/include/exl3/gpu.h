@@ -174,8 +174,8 @@ GPU_FN float hyperbolic_tangent(float x) { return tanhf(x); }
 GPU_FN float exp_minus_one(float x) { return expm1f(x); }
 GPU_FN float error_function(float x) { return erff(x); }
 #endif
-// The same number, of which the compiler knows nothing, the same in all lanes: tests of it stay where they are instead of being drawn out of
-// loops, each with a register of its own.
+// The same number, of which the compiler knows nothing: tests of it stay where they are instead of being drawn out of loops, each with a
+// register of its own. It must be the same in all lanes, and from kernel arguments.
 GPU_FN int fresh(int x) {
 #if GPU_HIP
   asm volatile("" : "+s"(x));
