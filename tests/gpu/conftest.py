@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from harness import Library, cuda_library, emulated_library
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: Any) -> Library:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
     return Library(emulated_library(tmp_path_factory.mktemp("emulated")), "cpu")
 
 

@@ -17,6 +17,8 @@ from exl3.ops import blocks, reference
 
 HERE = Path(__file__).parent
 
+pytestmark = pytest.mark.slow
+
 
 def as_cpp(text: str) -> str:
     """A CUDA source as C++ for cuda_on_cpu.h."""
@@ -24,7 +26,7 @@ def as_cpp(text: str) -> str:
     text = text.replace("#pragma once", "").replace("#ifdef __CUDACC__", "#if 1")
     text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?uint8_t (\w+)\[\];", r"uint8_t* \1 = shared_space;", text)
     text = text.replace("__shared__ __align__(8)", "alignas(8) static").replace("__shared__", "static")
-    text = re.sub(r'asm\("lop3\.b32[^;]*;', "p = (p & 0x8fff8fffu) ^ 0x3b603b60u;", text)
+    text = re.sub(r'asm\("lop3\.b32[^\n]*', "p = (p & 0x8fff8fffu) ^ 0x3b603b60u;", text)
     text = text.replace('asm volatile("bar.sync 1, 256;" ::: "memory");', "named_barrier();")
     text = re.sub(r'asm volatile\("wgmma\.(?:fence|commit_group|wait_group)[^;]*;" ::: "memory"\);', "", text)
     return re.sub(r"(?s)// d \+= a b of one warpgroup.*?(?=#endif\n\ntemplate)", "", text)  # wgmma itself: cuda_on_cpu.h has it
