@@ -391,7 +391,7 @@ __device__ __forceinline__ void trace_tile(const EncodeParams& p, int tile) {
     }
     // the cheapest way, the lowest among equals: costs as unsigned numbers in the same order, the way below them
     const uint32_t raw = __float_as_uint(cost), key = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-    const uint32_t best = __reduce_min_sync(~0u, key), best_way = __reduce_min_sync(~0u, key == best ? (uint32_t)way : ~0u);
+    const uint32_t best = ptx::warp_least(key), best_way = ptx::warp_least(key == best ? (uint32_t)way : ~0u);
     if (lane == 0) least[turn][warp] = (unsigned long long)best << 32 | best_way;
     __syncthreads();
     unsigned long long all = least[turn][0];

@@ -65,7 +65,7 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
   }
   for (int r = 0; r < rows; r++) {
     const void* x = row_of(p.x, (int64_t)(row0 + r) * p.x_stride, p.x_dtype);
-    float most = 0.f;
+    int most = 0;  // magnitudes as integers: they order alike, and a NaN is the largest, so that it is not lost
     constexpr int kBatch = 4;  // loads of several blocks under way together
     for (int first = warp; first < blocks; first += kBatch * kWarps) {
       float v[kBatch][4], w[kBatch][4];
@@ -91,13 +91,12 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
         v[k][3] *= half_to_float((uint16_t)(signs[k].y >> 16));
         hadamard128(v[k]);
 #pragma unroll
-        for (int e = 0; e < 4; e++) most = fmaxf(most, fabsf(v[k][e] *= HADAMARD128_SCALE));
+        for (int e = 0; e < 4; e++) most = max(most, __float_as_int(v[k][e] *= HADAMARD128_SCALE) & 0x7fffffff);
         *(float4*)(stage + (r * blocks + b) * 128 + 4 * lane) = make_float4(v[k][0], v[k][1], v[k][2], v[k][3]);
       }
     }
-    // non-negative floats order like integers
-    const int most_bits = (int)__reduce_max_sync(~0u, __float_as_uint(most));
-    if (lane == 0 && warp < blocks) atomicMax(&space.largest[r], most_bits);
+    most = ptx::warp_most(most);
+    if (lane == 0 && warp < blocks) atomicMax(&space.largest[r], most);
   }
   __syncthreads();
   for (int r = 0; r < rows; r++) {
@@ -145,8 +144,8 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
       }
     }
     if constexpr (MODE == kBytes) {
-      high_sum = __reduce_add_sync(~0u, high_sum);
-      low_sum = __reduce_add_sync(~0u, low_sum);
+      high_sum = ptx::warp_total(high_sum);
+      low_sum = ptx::warp_total(low_sum);
       if (lane == 0 && warp < blocks) {
         atomicAdd(&space.high[r], high_sum);
         atomicAdd(&space.low[r], low_sum);
@@ -173,7 +172,7 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
 
 // The same as a kernel of its own: block (slice, row, rotation).
 template <int MODE>
-__global__ void __launch_bounds__(kWarps * 32, 4) prepare_input(const __grid_constant__ ProductParams p) {
+__global__ void __launch_bounds__(kWarps * 32, 2) prepare_input(const __grid_constant__ ProductParams p) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ InputSpace space;
   ptx::launch_dependents();

@@ -21,6 +21,31 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Over the lanes of a warp; one instruction from sm_80 on.
+__device__ __forceinline__ int warp_most(int v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, v);
+#else
+  for (int m = 16; m; m >>= 1) v = max(v, __shfl_xor_sync(~0u, v, m));
+  return v;
+#endif
+}
+__device__ __forceinline__ int warp_total(int v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(~0u, v);
+#else
+  for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
+  return v;
+#endif
+}
+__device__ __forceinline__ uint32_t warp_least(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(~0u, v);
+#else
+  for (int m = 16; m; m >>= 1) v = min(v, __shfl_xor_sync(~0u, v, m));
+  return v;
+#endif
+}
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 #if __CUDA_ARCH__ >= 900

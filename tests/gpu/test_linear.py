@@ -137,6 +137,22 @@ def test_ranges(cuda: Library, scale: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite(cuda: Library, value: float) -> None:
+    """NaN and Inf in a row come out as such; other rows are untouched."""
+    torch.manual_seed(0)
+    for codebook in ("mul1", "mcg"):
+        w = random_weight(1024, 256, 4, codebook, "cuda")
+        for rows in (2, 5, 20):
+            x = torch.randn(rows, 1024, device="cuda")
+            clean = cuda.linear(x, [w], dtype=torch.float32)[0]
+            x[1, 77] = value
+            y = cuda.linear(x, [w], dtype=torch.float32)[0]
+            assert not bool(y[1].isfinite().any())
+            assert torch.equal(y[0], clean[0]) and torch.equal(y[2:], clean[2:])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("n_in,n_out", [(128, 128), (14336, 256), (256, 8320), (28672, 128), (100, 60)])
 def test_shapes(cuda: Library, n_in: int, n_out: int) -> None:
     torch.manual_seed(0)
