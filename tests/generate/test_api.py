@@ -132,6 +132,10 @@ def test_no_new_tokens_scores_the_prompt():
     r = api.generate(model, [5, 6, 9], 0)
     assert r.text == "" and r.new_tokens == 0 and len(r.prompt_logprobs) == 2
     assert r.prompt_logprobs[0] > -0.01 > r.prompt_logprobs[1]
+    for length in (1, 257):  # one token, and one token behind a full pass
+        r = api.generate(model, [5] * length, 0)
+        assert r.ids == [] and r.new_tokens == 0 and len(r.prompt_logprobs) == length - 1
+        assert list(api.generate(model, [5] * length, 0, stream=True)) == []
 
 
 def test_errors():

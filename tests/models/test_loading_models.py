@@ -14,7 +14,7 @@ from synthetic_models import kl
 
 import exl3
 from exl3.cache import Batch, Cache
-from exl3.errors import ArgumentError, FormatError, MissingTensorError, ResourceError, UnsupportedError
+from exl3.errors import ArgumentError, FormatError, MissingTensorError, NumericalError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint
 from exl3.models import FAMILIES, build, loading, locate, memory
 from exl3.models.llama import Llama, LlamaBlock
@@ -207,6 +207,18 @@ def test_wrong_shape_is_refused(tmp_path: Path) -> None:
     ):
         write(tmp_path, CONFIG, {**weights, name: torch.ones(shape)})
         with pytest.raises(FormatError, match=name.removesuffix(".weight").replace(".", r"\.")):
+            load(tmp_path)
+
+
+def test_small_tensors_that_hold_no_numbers_are_refused(tmp_path: Path) -> None:
+    weights = random_weights(CONFIG)
+    name = "model.layers.0.input_layernorm.weight"
+    write(tmp_path, CONFIG, {**weights, name: torch.ones(64, dtype=torch.int64)})
+    with pytest.raises(FormatError, match=name.replace(".", r"\.") + " is of dtype torch.int64"):
+        load(tmp_path)
+    for value in (float("nan"), float("-inf")):
+        write(tmp_path, CONFIG, {**weights, name: torch.cat([torch.ones(63), torch.tensor([value])])})
+        with pytest.raises(NumericalError, match=name.replace(".", r"\.")):
             load(tmp_path)
 
 

@@ -295,6 +295,47 @@ def test_bad_sources_and_calibration(tmp_path: Path, model_dir: Path, calibratio
         assert not (tmp_path / leftover).exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, float("nan")) for n in ("bits", "head_bits", "total_bits", "damping", "correction", "checkpoint_interval")]
+    + [("bits", "4"), ("head_bits", float("inf")), ("seed", 1 << 70), ("cal_rows", 2.5), ("seam_window", True), ("codebook", 3)],
+)
+def test_values_that_are_no_numbers_are_refused_by_name(tmp_path: Path, model_dir: Path, name: str, value):
+    with pytest.raises(ArgumentError, match=name):
+        convert(model_dir, tmp_path / "out", **({"bits": 4} | {name: value}))
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_places_that_cannot_be_written_to_are_told_first(tmp_path: Path, model_dir: Path, calibration: Path):
+    (tmp_path / "file").touch()
+    for output, work in (("file", "w"), ("out", "file"), ("source", "w"), ("out", "source"), ("out", "out")):
+        with pytest.raises(ArgumentError, match=r"file; give a directory|three folders"):
+            run(model_dir, tmp_path / output, calibration, work_dir=tmp_path / work)
+    assert sorted(p.name for p in model_dir.iterdir()) == ["config.json", "model.safetensors"]
+    for output, work in (("file/out", "w"), ("out", "file/w")):
+        with pytest.raises(ResourceError, match="choose another with"):
+            run(model_dir, tmp_path / output, calibration, work_dir=tmp_path / work)
+    assert not (tmp_path / "w").exists()
+
+
+def test_nothing_to_resume(tmp_path: Path, model_dir: Path, calibration: Path):
+    lines: list[str] = []
+    with pytest.raises(JobError, match="nothing to resume"):
+        convert(work_dir=tmp_path / "w", resume=True, log=lines.append)
+    run(model_dir, tmp_path / "out", calibration, 2)
+    with pytest.raises(JobError, match="nothing to resume"):  # it is finished
+        convert(work_dir=tmp_path / "out.work", resume=True, log=lines.append)
+    assert lines == []
+
+
+def test_paths_and_devices_may_be_objects(tmp_path: Path, model_dir: Path, calibration: Path):
+    options = {"cal_data": calibration, "seam_window": 16}
+    report = convert(model_dir, tmp_path / "out", 2, devices=torch.device("cpu"), **options)
+    assert report.calibration["rows"] == 12
+    again = convert(model_dir, tmp_path / "out", 2, devices="cpu", **options)  # over a finished one
+    assert again.bytes == report.bytes
+
+
 def test_no_tokenizer_means_random_tokens_and_a_warning(tmp_path: Path, model_dir: Path):
     report = convert(model_dir, tmp_path / "out", 2, devices="cpu", cal_rows=2, cal_cols=16)
     assert any("no tokenizer" in w for w in report.warnings) and report.calibration["sources"] == {"random": 2}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
+from typing import Any
 
 import click
 
@@ -43,8 +45,14 @@ def cli() -> None:
     """Quantize language models to EXL3 and run them."""
 
 
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as one line, without the place in the code."""
+    click.echo(f"exl3: warning: {message}", err=True)
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of the `exl3` command: errors made on purpose become one line on stderr and exit status 1."""
+    warnings.showwarning = _warn
     try:
         cli.main(args=args, prog_name="exl3", standalone_mode=False)
     except click.exceptions.Exit as e:

@@ -24,10 +24,24 @@ def emit_json(value: Any, path: str | None = None) -> None:
     if path is None or path == "-":
         click.echo(text)
         return
+    from exl3.errors import ResourceError
+
     target = Path(path)
     part = target.with_name(target.name + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, target)
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, target)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise ResourceError(f"--json {path}: cannot be written ({e.strerror or e}); give another place") from None
+
+
+def check_json_path(path: str | None) -> None:
+    """Refuses a destination of `emit_json` that cannot be, before work of hours is done for it."""
+    from exl3.errors import ArgumentError
+
+    if path is not None and path != "-" and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK | os.X_OK)):
+        raise ArgumentError(f"--json {path}: not a file that can be written; give a file in an existing, writable directory, or -")
 
 
 def human_bytes(n: float) -> str:

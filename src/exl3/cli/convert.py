@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from exl3.cli.common import emit_json, table
+from exl3.cli.common import check_json_path, emit_json, table
 
 
 def _option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
@@ -84,6 +84,7 @@ OPTIONS = [
 @click.pass_context
 def command(ctx: click.Context, /, json_path: str | None, **options: Any) -> None:
     """Quantize the Hugging Face model in DIR to EXL3."""
+    check_json_path(json_path)
     from exl3.quantize.convert import convert
 
     given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}

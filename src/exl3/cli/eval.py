@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from exl3.cli.common import device_option, emit_json, human_bytes, progress, table
+from exl3.cli.common import check_json_path, device_option, emit_json, human_bytes, progress, table
 
 
 @click.command("eval")
@@ -32,6 +32,7 @@ def command(
 
     Both may be unquantized or EXL3 directories; several QUANTIZED directories make a table and, with --report, a page.
     """
+    check_json_path(json_path)
     from exl3.evaluate import compare
 
     results = []

@@ -36,7 +36,9 @@ def with_sampling(function: Any) -> Any:
 @click.argument("model", type=click.Path(exists=True, file_okay=False))
 @click.argument("prompt")
 @click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
-@click.option("--ids", "as_ids", is_flag=True, help="the prompt is a comma-separated list of token ids")
+@click.option(
+    "--ids", "as_ids", is_flag=True, help="the prompt is a comma-separated list of token ids; without a tokenizer so is the answer"
+)
 @with_sampling
 @device_option
 @json_flag
@@ -62,6 +64,9 @@ def command(
     if as_json:
         result = loaded.generate(source, **options)
         emit_json({**result.as_dict(), "seconds": time.perf_counter() - start})
+        return
+    if as_ids and loaded.tokenizer is None:  # nothing to make text with
+        click.echo(",".join(map(str, loaded.generate(source, **options).ids)))
         return
     for piece in loaded.generate(source, stream=True, **options):
         click.echo(piece, nl=False)

@@ -25,7 +25,10 @@ def check_disk(directory: str | os.PathLike[str], nbytes: int, what: str = "the 
         at = at.parent
     free = shutil.disk_usage(at).free
     if free < nbytes + _SLACK:
-        raise ResourceError(f"{what} needs {nbytes / 2**20:.0f} MiB in {directory}, but the disk has {free / 2**20:.0f} MiB free")
+        raise ResourceError(
+            f"{what} needs {nbytes / 2**20:.0f} MiB in {directory} and {_SLACK >> 20} MiB to spare, but the disk has "
+            f"{free / 2**20:.0f} MiB free; make room or use another disk"
+        )
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -196,8 +196,8 @@ class Generator(Conveniences):
 
     def _step(self, results: list[Result]) -> None:
         self._admit(results)
-        ready = [j for j in self.active_jobs if j.n - j.cached == 1]
-        waiting = [j for j in self.active_jobs if j.n - j.cached != 1]
+        ready = [j for j in self.active_jobs if j.n - j.cached == 1 and not j.scores_only]  # the others draw no token
+        waiting = [j for j in self.active_jobs if j.n - j.cached != 1 or j.scores_only]
         if waiting and (not ready or self._cooldown <= 0):
             self._prefill(waiting, bool(ready), results)
             self._cooldown = self.prefill_cooldown if ready else 0

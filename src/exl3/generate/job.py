@@ -35,6 +35,8 @@ def as_ids(input_ids: Any) -> np.ndarray:
         raise ArgumentError(f"input_ids: a list of token ids or a tensor (1, n) is needed ({e})") from None
     if array.size == 0:
         return np.zeros(0, np.int32)
+    if array.dtype == object and all(isinstance(i, int) for i in array.reshape(-1)):  # integers beyond 64 bits
+        raise ArgumentError(f"input_ids: {max(array.reshape(-1), key=abs)} is outside any vocabulary")
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"input_ids: whole numbers are needed, got {array.dtype}")
     if array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):

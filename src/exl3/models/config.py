@@ -117,7 +117,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             return value
         if kind is list and isinstance(value, list):
             return value
-    raise FormatError(f"config.json: {name} is {value!r}, {hint} is needed")
+    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not types.NoneType)
+    raise FormatError(f"config.json: {name} is {value!r}, {wanted} is needed")
 
 
 def _positive(name: str, value: Any) -> Any:

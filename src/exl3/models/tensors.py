@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exl3 import ops
-from exl3.errors import FormatError, MissingTensorError
+from exl3.errors import FormatError, MissingTensorError, NumericalError
 from exl3.files import Checkpoint, EmbeddingFiles, LinearFiles, load_linears
 from exl3.nn import Embedding, Linear
 
@@ -57,6 +57,11 @@ class Found:
         names.update(name for _, tensors in self.small for name in tensors.values())
         raw = self.checkpoint.read(sorted(names), device)
         for module, tensors in self.small:
+            for name in tensors.values():
+                if not bool(torch.isfinite(raw[name]).all()):
+                    raise NumericalError(
+                        f"{self.checkpoint.tensors[name].file}: {name} holds NaN or Inf; the file is damaged, fetch it again"
+                    )
             module.set(**{argument: raw[name] for argument, name in tensors.items()})
         for embedding, files in self.embeddings:
             _fill_embedding(embedding, files, raw)
@@ -179,6 +184,10 @@ def _find_small(found: Found, key: str, module: Any) -> None:
             names[argument] = name
         elif argument in module.tensor_names:
             found.missing.append(name)
+    for name in names.values():
+        info = found.checkpoint.tensors[name]
+        if not info.dtype.is_floating_point:
+            raise FormatError(f"{info.file}: {name} is of dtype {info.dtype}, floating-point numbers are needed; the file is damaged")
     size = getattr(module, "size", None)  # of a norm
     if size is not None and "weight" in names and found.checkpoint.tensors[names["weight"]].shape != (size,):
         info = found.checkpoint.tensors[names["weight"]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl3 import ops
-from exl3.errors import ArgumentError, JobError, MissingTensorError, UnsupportedError
+from exl3.errors import ArgumentError, JobError, MissingTensorError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint, Tokenizer
 from exl3.models.loading import default_device, locate
 from exl3.models.registry import build
@@ -62,7 +62,9 @@ def convert(
     for name in options:
         if name not in known:
             raise ArgumentError(f"convert has no option {name!r}; it has {', '.join(sorted(known))}")
-    given |= options
+    given |= {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in options.items()}
+    if given.get("devices") is not None:
+        given["devices"] = str(given["devices"])  # a torch.device or a number will do
     if work_dir is None:
         if output_dir is None:
             raise ArgumentError("no output_dir (-o); a resumed job may be named by its work_dir (-w) alone")
@@ -80,6 +82,7 @@ class _Conversion:
         self.total_weights = 0
         self.current = ""
         self.warnings: list[str] = []
+        self.begun = False  # there is something to resume
 
     def run(self) -> Report:
         resume = bool(self.given.get("resume"))
@@ -94,11 +97,11 @@ class _Conversion:
                     report = self._run(job, resume)
             except BaseException:
                 self._tell(caught)
-                if (self.work / "job.json").exists():
+                if self.begun:
                     self.log(f"not finished; go on with: exl3 convert -w {self.work} --resume")
-                if not existed and not (self.work / "job.json").exists():  # nothing was begun: leave no trace
+                if not existed and self.work.is_dir() and not (self.work / "job.json").exists():  # nothing was begun: leave no trace
                     (self.work / "lock").unlink(missing_ok=True)
-                    if self.work.exists() and not any(self.work.iterdir()):
+                    if not any(self.work.iterdir()):
                         self.work.rmdir()
                 raise
             report.warnings = self._tell(caught)
@@ -121,8 +124,11 @@ class _Conversion:
         source, output = Path(self.given["input_dir"]), Path(self.given["output_dir"])
         if not source.is_dir():
             raise ArgumentError(f"input_dir {source}: no such directory")
-        if output.resolve() in (source.resolve(), self.work.resolve()):
-            raise ArgumentError(f"output_dir {output} is also the source or the work folder; choose another")
+        if len({source.resolve(), output.resolve(), self.work.resolve()}) < 3:
+            raise ArgumentError(f"source {source}, output_dir {output} and work folder {self.work} must be three folders; choose another")
+        for name, folder in (("output_dir", output), ("work folder", self.work)):
+            if folder.exists() and not folder.is_dir():
+                raise ArgumentError(f"{name} {folder} is a file; give a directory, there or yet to be made")
         return source, output
 
     # set-up
@@ -133,8 +139,11 @@ class _Conversion:
         if stored is not None and not resume:
             raise JobError(f"{self.work}: holds an unfinished conversion; go on with --resume, or remove the folder")
         if resume and stored is None:
+            if "input_dir" not in self.given:
+                raise JobError(f"{self.work}: holds no unfinished conversion, nothing to resume; begin one with -i, -o and -b")
             self.warnings.append(f"{self.work}: nothing to resume, starting anew")
             resume = False
+        self.begun = stored is not None
         options = self._options(stored)
         source_dir, output_dir = self._paths()
         device = choose_device(options.devices)
@@ -158,12 +167,15 @@ class _Conversion:
             if {k: float(v) for k, v in stored["rates"].items()} != plan.rates:
                 raise JobError(f"{self.work}: the rates of the stored job cannot be derived any more (was the recipe edited?); start anew")
             rows = cal.Calibration(job.calibration(), stored["calibration"])
+            make_output(output_dir)
             job.update(options=self._as_stored(options))
         else:
             rows = self._calibration(options, tokenizer, model.config.vocab_size)
+            make_output(output_dir)
             job.begin(
                 {"options": self._as_stored(options), "fingerprint": mark, "rates": plan.rates, "calibration": rows.sources}, rows.ids
             )
+            self.begun = True
         self.log(
             f"{type(model).__name__}, {len(plan.specs)} matrices in {len(model.blocks)} blocks, {plan.bits:.2f} bits per weight, "
             f"head {plan.head_bits:g}, codebook {options.codebook}, on {device}"
@@ -374,6 +386,17 @@ class _Conversion:
         report.write(self.work / "report.json")
         job.finish()
         return report
+
+
+def make_output(folder: Path) -> None:
+    """Makes the output directory before the work begins: ResourceError where it could not be written to in the end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as e:
+        raise ResourceError(f"output_dir {folder}: cannot be made ({e.strerror or e}); choose another with -o") from None
+    if not writable:
+        raise ResourceError(f"output_dir {folder}: not writable; choose another with -o")
 
 
 def choose_device(devices: str | None) -> torch.device:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exl3 import __version__
-from exl3.errors import JobError
+from exl3.errors import JobError, ResourceError
 from exl3.files import write_tensors
 from exl3.files.shards import write_json
 
@@ -41,18 +41,21 @@ class Job:
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Job:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "lock", "a+")
-        if not _try_lock(self._lock):
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "unknown"
-            self._lock.close()
-            raise JobError(
-                f"{self.folder}: another conversion works in this folder (process {owner}); wait for it or use another work folder"
-            )
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "a+")
+            if not _try_lock(self._lock):
+                self._lock.seek(0)
+                owner = self._lock.read().strip() or "unknown"
+                self._lock.close()
+                raise JobError(
+                    f"{self.folder}: another conversion works in this folder (process {owner}); wait for it or use another work folder"
+                )
+            self._lock.truncate(0)
+            self._lock.write(str(os.getpid()))
+            self._lock.flush()
+        except OSError as e:
+            raise ResourceError(f"work folder {self.folder}: cannot be written to ({e.strerror or e}); choose another with -w") from None
         return self
 
     def __exit__(self, *_: Any) -> None:

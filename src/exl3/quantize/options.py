@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class ConvertOptions:
     def checked(self) -> ConvertOptions:
         """A copy with presets applied and every value checked; ArgumentError or UnsupportedError otherwise."""
         o = dataclasses.replace(self)
+        _check_types(o)
         _check_unsupported(o)
         _check_values(o)
         incumbent = o.preset == "incumbent"
@@ -123,6 +125,24 @@ def _check_unsupported(o: ConvertOptions) -> None:
     for name, (asked, why) in missing.items():
         if asked:
             raise UnsupportedError(f"option {name}: {why}; leave the option out")
+
+
+def _check_types(o: ConvertOptions) -> None:
+    """Numbers are finite numbers, texts are text: nothing else may reach the arithmetic or the work folder."""
+    for f in dataclasses.fields(o):
+        value, hint = getattr(o, f.name), str(f.type)
+        if value is None and "None" in hint:
+            continue
+        kind = hint.split(" ")[0]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind == "float" and not (number and math.isfinite(value)):
+            raise ArgumentError(f"{f.name} is {value!r}; a finite number is needed")
+        if kind == "int" and not (number and isinstance(value, int) and abs(value) < 1 << 63):
+            raise ArgumentError(f"{f.name} is {value!r}; a whole number below 2**63 is needed")
+        if kind == "str" and not isinstance(value, str):
+            raise ArgumentError(f"{f.name} is {value!r}; text is needed")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ArgumentError(f"{f.name} is {value!r}; True or False is needed")
 
 
 def _check_values(o: ConvertOptions) -> None:
