@@ -37,7 +37,8 @@ def build(folder: Path, nvcc: str, arch: str) -> None:
     for layout in LAYOUTS:
         out = folder / f"hip{layout}.so"
         source = str(ROOT / "tests" / "emulator" / "cuda_hip.cu")
-        flags = ["-std=c++17", "-O3", f"-arch=sm_{arch}", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-shared", "-cudart", "static", f"-DGPU_WMMA={layout}"]
+        flags = ["-std=c++17", "-O3", f"-arch=sm_{arch}", "--expt-relaxed-constexpr", f"-DGPU_WMMA={layout}"]
+        flags += ["-Xcompiler", "-fPIC", "-shared", "-cudart", "static"]
         subprocess.run([nvcc, *flags, *includes, source, "-o", str(out)], check=True)
         print("built", out, flush=True)
 
