@@ -186,6 +186,9 @@ def _about_amd(f: Facts) -> list[Finding]:
         row = _row_for(None, f.torch_hip)
         cure = pip_line(f, row) if row else _torch_line("rocm7.0")
         return [Finding("warning", f"torch is built for ROCm {f.torch_hip}, but this exl3 has no AMD kernels: {cure}")]
+    if f.torch_hip and not f.card:
+        return [Finding("note", "no AMD card is visible (/dev/kfd is missing): install the amdgpu driver; in a container, start it with "
+                                "--device /dev/kfd --device /dev/dri")]  # fmt: skip
     if f.label.startswith("rocm") and not f.torch_hip:
         built = f"CUDA {f.torch_cuda}" if f.torch_cuda else "the CPU alone"
         cure = _torch_line("rocm6.4" if f.label == "rocm6.4" else "rocm7.0")

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,16 @@ def test_which_library_serves_a_rocm_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert native.library_name("cuda") == "rocm"
     monkeypatch.setattr(torch.version, "hip", None)
     assert native.library_name("cuda") == "cuda"
+
+
+def test_a_missing_driver_is_in_the_diagnosis() -> None:
+    from exl3 import diagnose
+
+    cases: tuple[tuple[Any, bool], ...] = (("", True), ("amd", False))
+    for card, said in cases:
+        here = frozenset({"cpu", "rocm"})
+        facts = diagnose.Facts(version="1", torch="2.8.0", torch_hip="6.4", libraries=here, natives=("_native.so",), card=card)
+        assert any("/dev/kfd is missing" in x.text for x in diagnose.findings(facts)) == said
 
 
 def test_one_symbol_is_visible(lib: Library) -> None:
