@@ -27,8 +27,8 @@ def model(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": HIDDEN,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-        "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": 1,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": 1,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -102,3 +102,44 @@ def test_json_that_could_not_be_written_is_told_before_the_work(model, call, tmp
 def test_a_full_disk_names_the_file(model, call):
     status, _, err = call("convert", "-i", model, "-o", "/dev/full/out", "-b", "2", "-d", "cpu")
     assert status == 1 and "/dev/full" in err and err.count("\n") == 1
+
+
+def _index_names_an_absent_shard(model):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
+    return "model-00002-of-00002.safetensors", "lm_head.weight"
+
+
+def _last_byte_is_gone(model):
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-1])
+    return "model.safetensors", "model.norm.weight"
+
+
+def _header_length_lies(model):
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + data[8:])
+    return "model.safetensors", str(1 << 40)
+
+
+def _one_tensor_in_two_files(model):
+    save_file({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, model / "other.safetensors")
+    return "other.safetensors", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    "damage", [_index_names_an_absent_shard, _last_byte_is_gone, _header_length_lies, _one_tensor_in_two_files], ids=lambda f: f.__name__
+)
+def test_damaged_shards_by_every_verb(model, call, tmp_path, damage):
+    """Case C08 c, e, f, g: exit status 1, one line that names file and tensor, nothing written."""
+    words = damage(model)
+    (tmp_path / "text.txt").write_text("words " * 50)
+    for verb in (
+        ("inspect", model),
+        ("plan", model),
+        ("generate", model, "1", "--ids"),
+        ("bench", model),
+        ("convert", "-i", model, "-o", tmp_path / "out", "-b", "2", "-d", "cpu"),
+    ):
+        status, out, err = call(*verb)
+        assert status == 1 and out == "" and err.count("\n") == 1 and all(w in err for w in words), (verb, err)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()

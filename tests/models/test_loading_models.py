@@ -135,6 +135,35 @@ def test_biases_are_used_whatever_the_config_says(tmp_path: Path, bias: tuple[st
         assert (load(write(tmp_path / name, CONFIG, zeroed)).logits(ids(1, 17)) - before).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("key", ["model.norm", "model.layers.1.post_attention_layernorm"])
+def test_a_norm_s_bias_is_refused_not_dropped(tmp_path: Path, key: str) -> None:
+    weights = random_weights(CONFIG)
+    write(tmp_path, CONFIG, {**weights, f"{key}.bias": torch.full((64,), 0.1)})
+    with pytest.raises(UnsupportedError, match=f"{key}.bias is a bias that Llama has no place for"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("flag", "stored", "tied"), [(True, False, True), (True, True, False), (False, True, False), (None, False, True)])
+def test_four_forms_of_a_head(tmp_path: Path, flag: bool | None, stored: bool, tied: bool, nested: bool) -> None:
+    """Case C01: a stored head wins, whatever the flag; without one the embedding is the head. Logits are those of that head."""
+    weights = random_weights(CONFIG)
+    weights["model.embed_tokens.weight"] /= 4
+    if not stored:
+        del weights["lm_head.weight"]
+    config = {k: v for k, v in CONFIG.items() if k != "tie_word_embeddings"}
+    if flag is not None:
+        config |= {"text_config": {"tie_word_embeddings": flag}} if nested else {"tie_word_embeddings": flag}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = exl3.load(write(tmp_path, config, weights), device="cpu")
+    told = [str(w.message) for w in seen if "tensor 'lm_head'" in str(w.message) or "the head is used" in str(w.message)]
+    assert len(told) == int((flag, stored) in ((True, True), (None, False))), told
+    head = weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    expected = logits({**CONFIG, "tie_word_embeddings": False}, {**weights, "lm_head.weight": head}, ids(1, 17))
+    assert abs(kl(expected, model.logits(ids(1, 17)))) < 1e-8
+
+
 def test_head_wider_than_the_vocabulary_is_cropped(tmp_path: Path) -> None:
     config = {**CONFIG, "vocab_size": 90}
     weights = random_weights(config)
@@ -403,7 +432,8 @@ def test_tokenizer_is_read_on_first_use(tmp_path: Path) -> None:
 def test_generate_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(write(tmp_path, CONFIG, random_weights(CONFIG)))
     monkeypatch.setattr(exl3.generate, "generate", lambda *args, **options: (args, options))
-    assert model.generate("hi", 5, temperature=0.5) == ((model, "hi", 5), {"temperature": 0.5})
+    assert model.generate("hi", 5, temperature=0.5, seed=1) == ((model, "hi", 5, 0.5), {"stream": False, "seed": 1})
+    assert model.generate("hi", 5, 0.5, 3, stream=True) == ((model, "hi", 5, 0.5, 3), {"stream": True})
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", 3.5])

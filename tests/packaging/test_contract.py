@@ -12,7 +12,9 @@ import pytest
 import exl3
 
 ROOT = Path(__file__).parents[2]
-ROWS = dict(re.findall(r"^\| `(exl3\.[\w.]+)` \| `(\(.*\))` \|$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+TABLE = re.findall(r"^\| `(exl3\.[\w.]+)` \| `(\(.*\))` \| (?:`(.*)` )?\|$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+ROWS = {name: signature for name, signature, _ in TABLE}
+RETURNS = {name: returned.replace("\\|", "|") for name, _, returned in TABLE if returned}
 
 
 def parameters(text: str) -> list[tuple[str, str, str]]:
@@ -52,6 +54,18 @@ def compatible(documented, found) -> bool:
 @pytest.mark.parametrize("name", ROWS)
 def test_signature_is_the_documented_one(name):
     assert compatible(parameters(ROWS[name]), actual(lookup(name))), f"{name}{ROWS[name]} is now {inspect.signature(lookup(name))}"
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_result_is_of_the_documented_type(name):
+    assert inspect.signature(lookup(name)).return_annotation == RETURNS[name]
+
+
+def test_generate_takes_what_the_engine_s_function_takes():
+    """`Model.generate` cannot name the engine's parameters one by one, so what it does name must agree."""
+    own, engine = ({p[0]: p[2] for p in actual(lookup(n))} for n in ("exl3.Model.generate", "exl3.generate.generate"))
+    assert all(engine[name] == default for name, default in own.items() if name not in ("args", "options"))
+    assert [*own][:3] == [*engine][1:4] == ["prompt", "max_new_tokens", "temperature"]
 
 
 def test_the_contract_covers_what_the_project_promises():

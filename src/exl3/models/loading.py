@@ -9,7 +9,7 @@ import warnings
 import torch
 
 from exl3.cache import PAGE
-from exl3.errors import ArgumentError
+from exl3.errors import ArgumentError, UnsupportedError
 from exl3.files import Checkpoint
 from exl3.models import memory
 from exl3.models.model import Model
@@ -96,7 +96,20 @@ def locate(model: Model, checkpoint: Checkpoint) -> Found:
     model.bind(checkpoint)
     found = find_tensors(model, model.parts, checkpoint)
     found.raise_missing(checkpoint)
+    _refuse_biases(model, checkpoint, found)
     return found
+
+
+def _refuse_biases(model: Model, checkpoint: Checkpoint, found: Found) -> None:
+    """UnsupportedError for the bias of a module whose weight is used: without it the model would answer, but wrongly."""
+    used = found.used
+    for name in checkpoint.unused(used):
+        key = name.removesuffix(".bias")
+        if key != name and (f"{key}.weight" in used or f"{key}.trellis" in used):
+            raise UnsupportedError(
+                f"{checkpoint.tensors[name].file}: {name} is a bias that {type(model).__name__} has no place for; "
+                "the directory is of another architecture than config.json says"
+            )
 
 
 def warn_unused(model: Model, checkpoint: Checkpoint, found: Found) -> list[str]:

@@ -182,11 +182,14 @@ class Model(nn.Module):
         """
         return self.forward_whole(self.check_ids(ids))
 
-    def generate(self, prompt: Any, *args: Any, **options: Any) -> Any:
-        """Continue a text, token ids or chat messages; arguments and result as `exl3.generate.generate` documents them."""
+    def generate(
+        self, prompt: Any, max_new_tokens: int | None = 256, temperature: float = 0.0, *args: Any, stream: bool = False, **options: Any
+    ) -> Any:
+        """Continue a text, token ids or chat messages; arguments and result as `exl3.generate.generate` documents them:
+        a `GenerationResult`, or with `stream=True` an iterator of text pieces."""
         import exl3  # upwards only through the package root's lazy names: this room knows no engine
 
-        return exl3.generate.generate(self, prompt, *args, **options)
+        return exl3.generate.generate(self, prompt, max_new_tokens, temperature, *args, stream=stream, **options)
 
     def check_ids(self, ids: Any) -> Tensor:
         """`ids` as an int32 tensor `(batch, tokens)` on the model's device, checked."""

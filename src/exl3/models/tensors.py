@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from exl3 import ops
 from exl3.errors import FormatError, MissingTensorError, NumericalError
 from exl3.files import Checkpoint, EmbeddingFiles, LinearFiles, load_linears
+from exl3.files.config import tie_flag
 from exl3.nn import Embedding, Linear
 
 PIECE = 256 << 20  # bytes of matrices read at a time
@@ -146,7 +147,8 @@ def _find_linear(model: Any, found: Found, key: str, linear: Linear) -> None:
 
 def _find_head(model: Any, checkpoint: Checkpoint, key: str, shape: tuple[int, int]) -> LinearFiles:
     """The head; one wider than the vocabulary is cropped to it."""
-    files = checkpoint.head(key, model.embed_key, tied=model.config.tie_word_embeddings)
+    said = tie_flag(checkpoint.config)  # nested or not; where nobody says, the family's default
+    files = checkpoint.head(key, model.embed_key, tied=model.config.tie_word_embeddings if said is None else said)
     if files.in_features not in (shape[1], -(-shape[1] // 128) * 128) or files.out_features < shape[0]:
         raise FormatError(
             f"{checkpoint.path}: {files.key} is stored as {files.out_features} x {files.in_features} (out x in), "
