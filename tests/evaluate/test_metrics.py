@@ -73,3 +73,11 @@ def test_rows_are_consecutive_pieces_without_bos():
 def test_too_short_text_says_how_long_it_is():
     with pytest.raises(ArgumentError, match="3 tokens, one row needs 8"):
         text_rows(Bytes(), "abc", row_len=8)
+
+
+def test_a_missing_reference_is_said_to_be_missing(tmp_path):
+    from exl3.errors import MissingTensorError
+    from exl3.evaluate import compare
+
+    with pytest.raises(MissingTensorError, match="nowhere: no such directory"):
+        compare(tmp_path / "nowhere", tmp_path, tmp_path / "text.txt")

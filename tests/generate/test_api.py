@@ -138,6 +138,16 @@ def test_no_new_tokens_scores_the_prompt():
         assert list(api.generate(model, [5] * length, 0, stream=True)) == []
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": "hot"}, {"seed": "x"}, {"top_k": None}, {"stop": 5}, {"stop": [7]}, {"max_new_tokens": "9"}, {"max_new_tokens": 2.5}],
+    ids=lambda w: next(iter(w)),
+)
+def test_values_of_a_wrong_type_are_named(wrong):
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        api.generate(stub({}), [5, 6], **({"max_new_tokens": 1} | wrong))
+
+
 def test_errors():
     model = stub({})
     with pytest.raises(ArgumentError, match="context"):

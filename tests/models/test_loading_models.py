@@ -436,6 +436,12 @@ def test_generate_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert model.generate("hi", 5, 0.5, 3, stream=True) == ((model, "hi", 5, 0.5, 3), {"stream": True})
 
 
+@pytest.mark.parametrize("path", [None, 5, b"model"])
+def test_path_that_is_none(path: Any) -> None:
+    with pytest.raises(ArgumentError, match="path of a model directory"):
+        exl3.load(path)
+
+
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", 3.5])
 def test_unknown_device(tmp_path: Path, device: Any) -> None:
     write(tmp_path, CONFIG, random_weights(CONFIG))

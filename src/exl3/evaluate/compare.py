@@ -72,10 +72,11 @@ def compare(
     families in DEMANDS_BOS). Works for unquantized and EXL3 directories alike. Raises `ArgumentError` when the text is
     too short or the vocabularies differ, `NumericalError` on NaN or Inf logits.
     """
+    kind = model_type(reference)  # opens the directory: what is wrong with it is told first
     tokenizer = Tokenizer.from_directory(reference)
     if tokenizer is None:
         raise ArgumentError(f"{reference}: no tokenizer.json, and evaluation starts from text; add the tokenizer's files")
-    demands = model_type(reference) in DEMANDS_BOS if bos is None else bos
+    demands = kind in DEMANDS_BOS if bos is None else bos
     ids = text_rows(tokenizer, read_text(text), row_len, rows, bos=demands)
     a, b = load(reference, device=device, max_tokens=row_len), load(quantized, device=device, max_tokens=row_len)
     acc = Accumulator()

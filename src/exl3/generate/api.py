@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 import time
 import weakref
@@ -157,6 +158,11 @@ def generate(
     Raises ArgumentError for an empty prompt without BOS and for one longer than the context, NumericalError for NaN or Inf logits.
     """
     start = time.perf_counter()
+    _check_types(temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, top_k=top_k, seed=seed)
+    if not isinstance(max_new_tokens, int | None) or isinstance(max_new_tokens, bool):
+        raise ArgumentError(f"max_new_tokens is {max_new_tokens!r}; a whole number or None is needed")
+    if stop is not None and not (isinstance(stop, Sequence) and all(isinstance(s, str) for s in stop)):
+        raise ArgumentError(f"stop is {stop!r}; a string or a list of strings is needed, ids go to stop_ids")
     options = {**(template_options or {}), **({"tools": tools} if tools else {}), **({"template": template} if template else {})}
     ids = prompt_ids(model, prompt, options)
     if sampler is None:
@@ -181,6 +187,13 @@ def generate(
             _fill(made, result)
     made.seconds = time.perf_counter() - start
     return made
+
+
+def _check_types(**values: Any) -> None:
+    """ArgumentError for an option that is no number; what a number must be is the sampler's to say."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real) and not (name == "seed" and value is None):
+            raise ArgumentError(f"{name} is {value!r}; a number is needed")
 
 
 def _fill(made: GenerationResult, last: dict[str, Any]) -> None:

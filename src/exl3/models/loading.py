@@ -29,6 +29,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     """
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ArgumentError(f"max_tokens is {max_tokens!r}; a whole number of at least 1 is needed")
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path is {path!r}; the path of a model directory is needed")
     device = _device(device)
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)

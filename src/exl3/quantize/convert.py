@@ -162,7 +162,8 @@ class _Conversion:
         if stored is not None:
             if stored["fingerprint"] != mark:
                 raise JobError(
-                    f"{source_dir}: is not the model this job was begun with ({stored['options']['input_dir']}); restore it or start anew"
+                    f"{source_dir}: is not the model this job was begun with (config.json or weights have changed, or it is another than "
+                    f"{stored['options']['input_dir']}); restore it or start anew"
                 )
             if {k: float(v) for k, v in stored["rates"].items()} != plan.rates:
                 raise JobError(f"{self.work}: the rates of the stored job cannot be derived any more (was the recipe edited?); start anew")
