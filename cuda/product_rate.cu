@@ -20,13 +20,11 @@ static const ProductEntry entries[] = {
 };
 
 WideEntry EXL3_CONCAT(wide_entry_, EXL3_K2)() {
-  return {{{wide_kernel<EXL3_K2, kDecodeBytes, 128>, wide_kernel<EXL3_K2, kDecodeBytes, 256>},
 #if EXL3_K2 % 2 == 0
-           {wide_kernel<EXL3_K2, kDecodePairs, 128>, wide_kernel<EXL3_K2, kDecodePairs, 256>}
+  return {{wide_kernel<EXL3_K2, kDecodeBytes>, wide_kernel<EXL3_K2, kDecodePairs>}};
 #else
-           {nullptr, nullptr}
+  return {{wide_kernel<EXL3_K2, kDecodeBytes>, nullptr}};
 #endif
-  }};
 }
 
 ProductEntries EXL3_CONCAT(product_entries_, EXL3_K2)() { return {entries, (int)(sizeof entries / sizeof *entries)}; }
