@@ -251,6 +251,16 @@ def test_small_tensors_that_hold_no_numbers_are_refused(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_in_a_matrix_names_tensor_row_and_column(tmp_path: Path, name: str, value: float) -> None:
+    weights = random_weights(CONFIG)
+    weights[name] = weights[name].clone()
+    weights[name][5, 7] = value
+    with pytest.raises(NumericalError, match=f"{name}: {value} in row 5, column 7"):
+        load(write(tmp_path, CONFIG, weights))
+
+
 def test_unsupported_architecture_lists_the_supported() -> None:
     with pytest.raises(UnsupportedError) as error:
         build({**CONFIG, "architectures": ["GPT2LMHeadModel"]})

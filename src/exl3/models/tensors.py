@@ -59,12 +59,11 @@ class Found:
         raw = self.checkpoint.read(sorted(names), device)
         for module, tensors in self.small:
             for name in tensors.values():
-                if not bool(torch.isfinite(raw[name]).all()):
-                    raise NumericalError(
-                        f"{self.checkpoint.tensors[name].file}: {name} holds NaN or Inf; the file is damaged, fetch it again"
-                    )
+                _finite(raw[name], name, self.checkpoint)
             module.set(**{argument: raw[name] for argument, name in tensors.items()})
         for embedding, files in self.embeddings:
+            if files.kind == "dense":
+                _finite(raw[files.names[0]][: embedding.vocab_size], files.names[0], self.checkpoint)
             _fill_embedding(embedding, files, raw)
         self._load_linears(device, dtype)
 
@@ -81,9 +80,20 @@ class Found:
             for key, tensors in load_linears(piece, device, dtype).items():
                 linear, files = self.linears[key]
                 if files.kind == "dense":
+                    for role, tensor in tensors.items():
+                        _finite(tensor, f"{key}.{role}", self.checkpoint)
                     linear.set_dense(tensors["weight"], tensors.get("bias"))
                 else:
                     linear.set_exl3(_weight(linear, files, tensors))
+
+
+def _finite(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
+    """NumericalError naming tensor, row and value unless all is finite. The extremes tell: one pass at the speed of memory."""
+    if not tensor.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor)):
+        return
+    place = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    where = f"in row {place[0]}, column {place[1]}" if len(place) == 2 else f"at index {place}"
+    raise NumericalError(f"{checkpoint.path}: {name}: {float(tensor[tuple(place)])} {where}; the source file is damaged, download it again")
 
 
 def _pieces(linears: dict[str, LinearFiles]) -> Iterator[dict[str, LinearFiles]]:
