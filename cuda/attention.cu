@@ -114,16 +114,14 @@ __device__ __forceinline__ void fetch_side(uint8_t* to, const exl3_cache_layer& 
     if (wide)
       ptx::copy16(at, from);
     else
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ptx::shared_address(at)), "l"(from) : "memory");
+      ptx::copy4(at, from);
   }
   constexpr int kScaleWords = (2 * L::kGroups + 2 + 3) / 4;  // with the half before, where the row starts at an odd half
   for (int i = lane; i < valid * kScaleWords; i += 32) {
     const int r = i / kScaleWords, piece = i % kScaleWords;
     const int64_t at = ((place + r) * all_groups + kv_head * L::kGroups) * 2;
     if (piece * 4 >= (int)(at & 2) + 2 * L::kGroups) continue;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ptx::shared_address(to + r * row_bytes + words * 4 + piece * 4)),
-                 "l"(scales + at / 4 * 4 + piece * 4)
-                 : "memory");
+    ptx::copy4(to + r * row_bytes + words * 4 + piece * 4, scales + at / 4 * 4 + piece * 4);
   }
 }
 
@@ -205,27 +203,6 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 3 : 1) attent
   const int from_first = (split - first_unit % p.splits + p.splits) % p.splits;
   if (from_first >= active) return;
 
-  // queries, rotated where the keys are, into shared memory
-  uint8_t* query = shared;
-  const int rows = tokens * heads;
-  if (threadIdx.x < kQueryRows) limits[threadIdx.x] = (int)threadIdx.x < rows ? position + (int)threadIdx.x / heads : -1;
-  for (int i = warp; i < kQueryRows * L::kGroups; i += kAttentionWarps) {
-    const int r = i / L::kGroups, group = i % L::kGroups;
-    float v = 0.f;
-    if (r < rows) v = load(a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D + group * 32 + lane, a.dtype);
-    if (c.k_bits != 16) v = hadamard32(v);
-    *(uint16_t*)(query + r * L::kPitch * 2 + (group * 32 + lane) * 2) = float_to_half(v);
-  }
-  __syncthreads();
-  uint32_t qa[kKeepQuery ? kSteps : 1][4];
-  auto load_query = [&](int step, uint32_t(&r)[4]) {
-    ptx::load_matrices(r, query + (lane & 15) * L::kPitch * 2 + step * 32 + (lane >> 4) * 16);
-  };
-  if constexpr (kKeepQuery)
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) load_query(s, qa[s]);
-  const int limit[2] = {limits[g], limits[g + 8]};
-
   // this warp's runs of positions: one of each unit of the split
   uint8_t* streams = shared + L::kTile + warp * L::warp(c.k_bits, c.v_bits);
   const int stages = L::stages(c.k_bits, c.v_bits), stage_bytes = L::stage(c.k_bits, c.v_bits);
@@ -256,6 +233,36 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 3 : 1) attent
     }
     ptx::copy_commit();
   }
+
+  // queries, rotated where the keys are, into shared memory
+  uint8_t* query = shared;
+  const int rows = tokens * heads;
+  if (threadIdx.x < kQueryRows) limits[threadIdx.x] = (int)threadIdx.x < rows ? position + (int)threadIdx.x / heads : -1;
+  constexpr int kBatch = 4;  // loads under way together
+  for (int first = warp; first < kQueryRows * L::kGroups; first += kBatch * kAttentionWarps) {
+    float v[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; k++) {
+      const int i = first + k * kAttentionWarps, r = i / L::kGroups, group = i % L::kGroups;
+      v[k] = r < rows ? load(a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D + group * 32 + lane, a.dtype) : 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; k++) {
+      const int i = first + k * kAttentionWarps, r = i / L::kGroups, group = i % L::kGroups;
+      if (i >= kQueryRows * L::kGroups) break;
+      if (c.k_bits != 16) v[k] = hadamard32(v[k]);
+      *(uint16_t*)(query + r * L::kPitch * 2 + (group * 32 + lane) * 2) = float_to_half(v[k]);
+    }
+  }
+  __syncthreads();
+  uint32_t qa[kKeepQuery ? kSteps : 1][4];
+  auto load_query = [&](int step, uint32_t(&r)[4]) {
+    ptx::load_matrices(r, query + (lane & 15) * L::kPitch * 2 + step * 32 + (lane >> 4) * 16);
+  };
+  if constexpr (kKeepQuery)
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) load_query(s, qa[s]);
+  const int limit[2] = {limits[g], limits[g + 8]};
 
   float out[D / 8][4], best[2] = {kNothing, kNothing}, total[2] = {0.f, 0.f};
 #pragma unroll
@@ -371,21 +378,26 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 3 : 1) attent
     }
   }
   __syncthreads();
-  // One row a warp: adds up parts 0 .. parts-1 (of `stride` floats: sums, maximum, total), those for which has(n), in this order; into the
-  // output or this split's partial sums.
-  auto finish = [&](int r, const float* part, int64_t stride, int parts, auto has, bool to_output) {
+  // One row a warp: adds up the four warps, into the output or into this split's partial sums.
+  for (int r = warp; r < rows; r += kAttentionWarps) {
     const int of_token = token + r / heads, head = head0 + r % heads;
+    const bool to_output = active == 1;
+    constexpr int kStride = kQueryRows * (D + 4);
+    const float* part = merge + r * (D + 4);
     float top = to_output && a.sinks ? a.sinks[head] * log2e : kNothing;
-    for (int n = 0; n < parts; n++)
-      if (has(n)) top = fmaxf(top, part[n * stride + D]);
-    float all = to_output && a.sinks ? exp2f(a.sinks[head] * log2e - top) : 0.f;
-    for (int n = 0; n < parts; n++)
-      if (has(n)) all += part[n * stride + D + 1] * exp2f(part[n * stride + D] - top);
+#pragma unroll
+    for (int n = 0; n < kAttentionWarps; n++) top = fmaxf(top, part[n * kStride + D]);
+    float all = to_output && a.sinks ? exp2f(a.sinks[head] * log2e - top) : 0.f, weight[kAttentionWarps];
+#pragma unroll
+    for (int n = 0; n < kAttentionWarps; n++) {
+      weight[n] = exp2f(part[n * kStride + D] - top);
+      all += part[n * kStride + D + 1] * weight[n];
+    }
     float* sums = p.partial + (((int64_t)of_token * a.heads + head) * p.splits + split) * (D + 2);
     for (int group = 0; group < L::kGroups; group++) {
       float v = 0.f;
-      for (int n = 0; n < parts; n++)
-        if (has(n)) v += part[n * stride + group * 32 + lane] * exp2f(part[n * stride + D] - top);
+#pragma unroll
+      for (int n = 0; n < kAttentionWarps; n++) v += part[n * kStride + group * 32 + lane] * weight[n];
       if (to_output) {
         v = all > 0.f ? v / all : 0.f;
         if (c.v_bits != 16) v = hadamard32(v);
@@ -398,9 +410,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 3 : 1) attent
       sums[D] = top;
       sums[D + 1] = all;
     }
-  };
-  for (int r = warp; r < rows; r += kAttentionWarps)
-    finish(r, merge + r * (D + 4), kQueryRows * (D + 4), kAttentionWarps, [](int) { return true; }, active == 1);
+  }
   if (active == 1) return;
 
   __threadfence();
@@ -411,9 +421,41 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, D <= 128 ? 3 : 1) attent
   if (!last_arrived) return;
   if (threadIdx.x == 0) *counter = 0;
   __threadfence();
+  // One row a warp: lane n weighs splits n and n + 32, then all lanes add up the values in the order of splits. Splits without a unit count
+  // for nothing; the number of splits is a power of two.
+  auto has = [&](int n) { return n < p.splits && ((n - first_unit) & (p.splits - 1)) < active; };
   for (int r = warp; r < rows; r += kAttentionWarps) {
-    const float* part = p.partial + ((int64_t)(token + r / heads) * a.heads + head0 + r % heads) * p.splits * (D + 2);
-    finish(r, part, D + 2, p.splits, [&](int n) { return (n - first_unit % p.splits + p.splits) % p.splits < active; }, true);
+    const int of_token = token + r / heads, head = head0 + r % heads;
+    const float* part = p.partial + ((int64_t)of_token * a.heads + head) * p.splits * (D + 2);
+    float most[2], sum[2], weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int n = lane + 32 * h;
+      most[h] = has(n) ? part[n * (D + 2) + D] : kNothing;
+      sum[h] = has(n) ? part[n * (D + 2) + D + 1] : 0.f;
+    }
+    float top = warp_max(fmaxf(most[0], most[1]));
+    if (a.sinks) top = fmaxf(top, a.sinks[head] * log2e);
+#pragma unroll
+    for (int h = 0; h < 2; h++) weight[h] = has(lane + 32 * h) ? exp2f(most[h] - top) : 0.f;
+    float all = warp_sum(sum[0] * weight[0] + sum[1] * weight[1]);
+    if (a.sinks) all += exp2f(a.sinks[head] * log2e - top);
+    float v[L::kGroups];
+#pragma unroll
+    for (int group = 0; group < L::kGroups; group++) v[group] = 0.f;
+#pragma unroll 4
+    for (int n = 0; n < p.splits; n++) {
+      const float w = __shfl_sync(~0u, n < 32 ? weight[0] : weight[1], n & 31);
+      const bool there = has(n);
+#pragma unroll
+      for (int group = 0; group < L::kGroups; group++) v[group] += there ? w * part[n * (D + 2) + group * 32 + lane] : 0.f;
+    }
+#pragma unroll
+    for (int group = 0; group < L::kGroups; group++) {
+      float y = all > 0.f ? v[group] / all : 0.f;
+      if (c.v_bits != 16) y = hadamard32(y);
+      store(a.y, of_token * a.y_stride + (int64_t)head * D + group * 32 + lane, a.dtype, y);
+    }
   }
 #endif
 }

@@ -50,19 +50,21 @@ struct Plan {
   int64_t scales, image, partial, total;  // workspace offsets
 };
 
-// Slices of the inner dimension, from 1 to 8. A model of the time, fitted to measurements on an H200: the rows of tiles of the busiest
-// multiprocessor, dearer with fewer than `resident` blocks on it (less latency hidden) and where not all blocks run at once.
-static int choose_slices(int units, int blocks, int resident, int sms) {
-  static const double few[4] = {1.0, 1.35, 1.1, 1.0};
+// Slices of the inner dimension, from 1 to 8. A model of the time, fitted to measurements on an H200: rows of tiles of the busiest
+// multiprocessor and what its blocks cost besides, dearer with fewer than `resident` blocks on it (less latency hidden) and where not all
+// blocks run at once. columns: of operands.
+static int choose_slices(int units, int blocks, int columns, int sms) {
+  const int resident = columns <= 8 ? 3 : columns <= 16 ? 2 : 1, besides = columns <= 8 ? 2 : columns <= 16 ? 5 : 14;
   int best = 1;
   double best_cost = 1e30;
-  for (int s : {1, 2, 3, 4, 8}) {
+  for (int s : {1, 2, 3, 4, 6, 8}) {
     if (s > blocks) break;
     const int64_t all = (int64_t)units * s, each = (all + sms - 1) / sms;
     const int64_t places = (int64_t)resident * (s > 4 ? sms * 10 / 11 : sms);  // large clusters leave some out
-    double cost = (double)each * ((blocks + s - 1) / s);
-    if (each < resident) cost *= each == 1 && resident == 2 ? 1.2 : few[each];
-    if (all > places) cost *= each > 4 * resident ? 1.15 : 1.5;
+    double cost = (double)each * ((blocks + s - 1) / s + besides);
+    if (resident == 3 && each < 3) cost *= each == 1 ? 1.35 : 1.1;
+    if (resident == 2 && each == 1) cost *= 1.5;
+    if (all > places) cost *= 1.2;
     if (cost < best_cost) {
       best_cost = cost;
       best = s;
@@ -114,7 +116,7 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   plan.blocks = a->rows <= 16 ? 2 : 4;
   plan.row_tiles = few ? 1 : (a->rows + plan.blocks * 8 - 1) / (plan.blocks * 8);
   const int columns = few ? (bytes ? p.planes : 1) * a->rows : plan.blocks * 8;
-  p.slices = choose_slices(plan.units * plan.row_tiles, p.blocks, columns <= 8 ? 3 : columns <= 16 ? 2 : 1, device.sms);
+  p.slices = choose_slices(plan.units * plan.row_tiles, p.blocks, columns, device.sms);
   auto cut = [&] {
     p.slice_blocks = p.blocks / p.slices;
     p.slice_rest = p.blocks % p.slices;
@@ -153,7 +155,7 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
 // Whether these rows go to wgmma: enough of them, and enough blocks to fill the card.
 static bool goes_wide(const exl3_linear_args* a, int units, const Device& device) {
   if (!device.wide || a->rows <= 64 || (a->activation && a->accumulate)) return false;
-  const int64_t blocks = (int64_t)units * ((a->rows + kWideRows - 1) / kWideRows);
+  const int64_t blocks = (int64_t)units * ((a->rows + 127) / 128);
   return a->rows >= 256 || blocks * 2 >= device.sms;
 }
 
@@ -162,7 +164,7 @@ struct WidePlan {
   int units;
   int64_t scales, image, total;
 };
-static WidePlan make_wide(const exl3_linear_args* a, const Plan& plan) {
+static WidePlan make_wide(const exl3_linear_args* a, const Plan& plan, const Device& device) {
   WidePlan wide{};
   WideParams& p = wide.p;
   const ProductParams& from = plan.p;
@@ -170,7 +172,10 @@ static WidePlan make_wide(const exl3_linear_args* a, const Plan& plan) {
   for (int i = 0; i <= EXL3_MAX_GROUP; i++) p.first_group[i] = from.first_group[i];
   p.count = from.count;
   p.rows = a->rows;
-  p.row_tiles = (a->rows + kWideRows - 1) / kWideRows;
+  // 256 rows a block make a decoded weight cheaper, 128 give more blocks
+  p.tile_rows = (int64_t)plan.units * ((a->rows + 255) / 256) * 5 >= device.sms * 4 ? 256 : 128;
+  if (a->rows <= 128) p.tile_rows = 128;
+  p.row_tiles = (a->rows + p.tile_rows - 1) / p.tile_rows;
   p.steps = from.blocks * 2;
   p.in_features = from.in_features;
   p.x_dtype = from.x_dtype;
@@ -182,11 +187,9 @@ static WidePlan make_wide(const exl3_linear_args* a, const Plan& plan) {
   p.x_stride = from.x_stride;
   p.norm_eps = from.norm_eps;
   wide.units = plan.units;
-  p.units = plan.units;
-  p.pair = p.rotations == 1 && plan.units > 1;
   int64_t at = kCounterBytes;
   wide.scales = take(at, (int64_t)p.rotations * a->rows * sizeof(SliceScale));
-  wide.image = take(at, (int64_t)p.rotations * p.steps * p.row_tiles * kWideRows * 128);
+  wide.image = take(at, (int64_t)p.rotations * p.steps * p.row_tiles * p.tile_rows * 128);
   wide.total = at;
   return wide;
 }
@@ -220,7 +223,7 @@ int64_t linear_workspace(const exl3_linear_args* a) {
     if (rows <= 0) continue;
     for_each_run(&part, [&](int first, int count) {
       const Plan plan = make_plan(&part, first, count, *device);
-      const int64_t bytes = goes_wide(&part, plan.units, *device) ? make_wide(&part, plan).total : plan.total;
+      const int64_t bytes = goes_wide(&part, plan.units, *device) ? make_wide(&part, plan, *device).total : plan.total;
       most = bytes > most ? bytes : most;
       return (int)EXL3_OK;
     });
@@ -241,18 +244,16 @@ static int too_small(int64_t have, int64_t need) {
   return refuse(EXL3_BAD_ARGUMENT, "linear: the workspace has %lld bytes, %lld are needed", (long long)have, (long long)need);
 }
 
-static int launch_wide(const exl3_linear_args* a, int k2, const Plan& plan, void* stream) {
-  WidePlan wide = make_wide(a, plan);
+static int launch_wide(const exl3_linear_args* a, int k2, const Plan& plan, const Device& device, void* stream) {
+  WidePlan wide = make_wide(a, plan, device);
   WideParams& p = wide.p;
   if (a->workspace_bytes < wide.total) return too_small(a->workspace_bytes, wide.total);
   p.scales = (SliceScale*)((uint8_t*)a->workspace + wide.scales);
   p.image = (uint8_t*)a->workspace + wide.image;
   if (const int status = launch(prepare_wide, dim3(a->rows, p.rotations), 256, 0, 1, p, stream, "linear: rotation")) return status;
-  const auto kernel = find_wide(k2).kernel[plan.mode == kDecodeBytes ? 0 : 1];
-  const int shared = wide_shared(k2);
+  const auto kernel = find_wide(k2).kernel[plan.mode == kDecodeBytes ? 0 : 1][p.tile_rows / 256];
   auto start = [&](const char* what) {
-    return launch(kernel, p.pair ? dim3(2, p.row_tiles, (p.units + 1) / 2) : dim3(1, p.row_tiles, p.units), kWideThreads, shared,
-                  p.pair ? 2 : 1, p, stream, what);
+    return launch(kernel, dim3(wide.units * p.row_tiles), kWideThreads, wide_shared(k2, p.tile_rows), 1, p, stream, what);
   };
   if (!a->activation) return start("linear");
   // the gate goes to y, then up multiplies what it finds there
@@ -261,7 +262,7 @@ static int launch_wide(const exl3_linear_args* a, int k2, const Plan& plan, void
   p.activation = a->activation;
   if (p.rotations > 1) {
     p.rotations = 1;
-    p.image += (int64_t)p.steps * p.row_tiles * kWideRows * 128;
+    p.image += (int64_t)p.steps * p.row_tiles * p.tile_rows * 128;
     p.scales += p.rows;
   }
   return start("linear: up");
@@ -304,7 +305,7 @@ int linear(const exl3_linear_args* a, void* stream) {
     const int status = for_each_run(&part, [&](int first, int count) {
       Plan plan = make_plan(&part, first, count, *device);
       const int k2 = a->weights[first]->k2;
-      return goes_wide(&part, plan.units, *device) ? launch_wide(&part, k2, plan, stream) : launch_product(&part, k2, plan, *device, stream);
+      return goes_wide(&part, plan.units, *device) ? launch_wide(&part, k2, plan, *device, stream) : launch_product(&part, k2, plan, *device, stream);
     });
     if (status) return status;
   }

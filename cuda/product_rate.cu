@@ -20,11 +20,13 @@ static const ProductEntry entries[] = {
 };
 
 WideEntry EXL3_CONCAT(wide_entry_, EXL3_K2)() {
+  return {{{wide_kernel<EXL3_K2, kDecodeBytes, 128>, wide_kernel<EXL3_K2, kDecodeBytes, 256>},
 #if EXL3_K2 % 2 == 0
-  return {{wide_kernel<EXL3_K2, kDecodeBytes>, wide_kernel<EXL3_K2, kDecodePairs>}};
+           {wide_kernel<EXL3_K2, kDecodePairs, 128>, wide_kernel<EXL3_K2, kDecodePairs, 256>}
 #else
-  return {{wide_kernel<EXL3_K2, kDecodeBytes>, nullptr}};
+           {nullptr, nullptr}
 #endif
+  }};
 }
 
 ProductEntries EXL3_CONCAT(product_entries_, EXL3_K2)() { return {entries, (int)(sizeof entries / sizeof *entries)}; }

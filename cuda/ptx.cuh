@@ -74,14 +74,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                : "memory");
 }
 
-// The same into all blocks of the cluster that `mask` names, at the same place; each block's own barrier counts it.
-__device__ __forceinline__ void bulk_load_multicast(void* shared, const void* global, int bytes, uint64_t* b, uint16_t mask) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(b)), "h"(mask)
-               : "memory");
-}
-
 // ------------------------------------------------------------------------------------------------ clusters
 // Relaxed: it orders nothing but barriers initialised before it (see barrier_init_done). A release would wait for all of memory.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -90,9 +82,6 @@ __device__ __forceinline__ uint32_t address_in_cluster(const void* mine, int ran
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(mine)), "r"(rank));
   return remote;
-}
-__device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t b) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
 }
 // A store to another block that counts its four bytes on that block's barrier.
 __device__ __forceinline__ void store_in_cluster(uint32_t to, float v, uint32_t b) {

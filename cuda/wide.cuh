@@ -1,11 +1,9 @@
 // The product of many rows on sm_90a: weights decoded in registers, straight into wgmma's A operand.
 //
-// A block owns 128 output columns and 128 rows of x; two blocks share a multiprocessor, so that one's epilogue hides behind the other's
-// products. Two neighbours in columns form a cluster and fetch half of the input each, for both: reads of the L2 cache are the limit
-// otherwise. One tile of weights is one A fragment of one warp, with output columns as its rows; x is the B operand. The input is rotated once
-// by prepare_wide and laid out in the very order, swizzle included, that wgmma reads, so plain bulk copies fetch it. The first thread
-// feeds a ring of stages of 64 inputs on the way. mul1 weights go in as 1024 + byte sum, exact in fp16; scale and shift belong to the epilogue, which
-// turns each row's 128 sums by the Hadamard transform, one row a thread.
+// A block owns 128 output columns and ROWS rows of x. One tile of weights is one A fragment of one warp, with output columns as its rows;
+// x is the B operand: the more rows, the less a decoded weight costs. The input is rotated once by prepare_wide and laid out in the very order,
+// swizzle included, that wgmma reads, so plain bulk copies fetch it. A ninth warp feeds a ring of stages of 64 inputs. mul1 weights go in as
+// 1024 + byte sum, exact in fp16; scale and shift belong to the epilogue, which turns each row's 128 sums by the Hadamard transform.
 #pragma once
 #include "product.h"
 #include "ptx.cuh"
@@ -15,14 +13,13 @@
 
 namespace exl3 {
 
-// Two warpgroups; a ninth warp that only fetched would cost all others a quarter of their registers. kWidePitch: floats of a row of sums, free of bank conflicts.
-constexpr int kWideRows = 128, kWideThreads = 256, kWidePitch = 132;
+// Two warpgroups multiply, one warp more fetches. kWidePitch: floats of a row of sums, free of bank conflicts.
+constexpr int kWideThreads = 288, kWidePitch = 132;
 
 struct WideParams {
   ProductMatrix matrix[EXL3_MAX_GROUP];
   int32_t first_group[EXL3_MAX_GROUP + 1];
-  int32_t count, rows, row_tiles, steps;  // steps: in_padded / 64
-  int32_t units, pair;  // groups of 128 columns; pair: grid (2, row tiles, units / 2) in clusters of 2, else (1, row tiles, units)
+  int32_t count, rows, tile_rows, row_tiles, steps;  // tile_rows: 128 or 256, of a block; steps: in_padded / 64
   int32_t in_features, x_dtype, y_dtype, accumulate;
   int32_t activation;   // y = act(y) * result: y holds the gate
   int32_t rotations;
@@ -35,18 +32,18 @@ struct WideParams {
 };
 
 // Input and four rows of tiles, rounded up as the swizzle repeats every 1024 bytes.
-inline constexpr __host__ __device__ int wide_stage(int k2) { return kWideRows * 128 + (4 * 128 * k2 + 1023) / 1024 * 1024; }
-inline constexpr __host__ __device__ int wide_stages(int k2) {
-  const int fit = 110 * 1024 / wide_stage(k2);
+inline constexpr __host__ __device__ int wide_stage(int k2, int rows) { return rows * 128 + (4 * 128 * k2 + 1023) / 1024 * 1024; }
+inline constexpr __host__ __device__ int wide_stages(int k2, int rows) {
+  const int fit = 216 * 1024 / wide_stage(k2, rows);
   return fit < 6 ? fit : 6;
 }
-inline constexpr __host__ __device__ int wide_shared(int k2) {
-  const int ring = wide_stages(k2) * wide_stage(k2), sums = kWideRows * kWidePitch * 4;
+inline constexpr __host__ __device__ int wide_shared(int k2, int rows) {
+  const int ring = wide_stages(k2, rows) * wide_stage(k2, rows), sums = rows * kWidePitch * 4;
   return (ring > sums ? ring : sums) + 1024;
 }
 
 struct WideEntry {
-  void (*kernel[2])(WideParams);  // kDecodeBytes, kDecodePairs
+  void (*kernel[2][2])(WideParams);  // [kDecodeBytes, kDecodePairs][128, 256 rows]
 };
 
 #ifdef __CUDACC__
@@ -95,7 +92,7 @@ static __global__ void __launch_bounds__(256) prepare_wide(const __grid_constant
   const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
   const int shift = max(-126, min(126, 8 - exponent));
   const float factor = __int_as_float((127 + shift) << 23);
-  const int64_t step_bytes = (int64_t)p.row_tiles * kWideRows * 128;
+  const int64_t step_bytes = (int64_t)p.row_tiles * p.tile_rows * 128;
   uint8_t* image = p.image + (int64_t)rotation * p.steps * step_bytes + (row / 8) * 1024 + (row % 8) * 128;
   float sum = 0.f;
   for (int b = warp; b < blocks; b += 8) {
@@ -111,8 +108,8 @@ static __global__ void __launch_bounds__(256) prepare_wide(const __grid_constant
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// d += a b of one warpgroup: a 64 x 16 halves from registers, b 16 x 128 halves from shared memory (128 rows of 64, swizzled by 128 bytes).
-__device__ __forceinline__ void wgmma128(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+// d += a b of one warpgroup: a 64 x 16 halves from registers, b 16 x N halves from shared memory (N rows of 64, swizzled by 128 bytes).
+__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -130,18 +127,46 @@ __device__ __forceinline__ void wgmma128(float (&d)[64], const uint32_t (&a)[4],
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+__device__ __forceinline__ void wgmma(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 #endif
 
-template <int K2, int MODE>
-__global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_constant__ WideParams p) {
+template <int K2, int MODE, int ROWS>
+__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ WideParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kStages = wide_stages(K2), kImage = kWideRows * 128, kTileRow = 128 * K2, kStage = wide_stage(K2);
+  constexpr int kStages = wide_stages(K2, ROWS), kImage = ROWS * 128, kTileRow = 128 * K2, kStage = wide_stage(K2, ROWS);
   extern __shared__ uint8_t raw[];
   uint8_t* shared = (uint8_t*)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
   __shared__ __align__(8) uint64_t full[kStages], empty[kStages];
-  const int rank = blockIdx.x, tile = blockIdx.y, of_pair = p.pair ? blockIdx.z * 2 + rank : blockIdx.z;
-  const int unit = min(of_pair, p.units - 1);  // an odd last one is computed twice and stored once
-  const int warp = threadIdx.x / 32, thread = threadIdx.x, lane = threadIdx.x % 32;
+  const int tile = blockIdx.x % p.row_tiles, unit = blockIdx.x / p.row_tiles, warp = threadIdx.x / 32, thread = threadIdx.x, lane = threadIdx.x % 32;
   int m = 0;
   while (m + 1 < p.count && unit >= p.first_group[m + 1]) m++;
   const int group = unit - p.first_group[m];
@@ -149,41 +174,40 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       ptx::barrier_init(full + i, 1);
-      ptx::barrier_init(empty + i, p.pair ? 16 : 8);
+      ptx::barrier_init(empty + i, 8);
     }
     ptx::barrier_init_done();
   }
   __syncthreads();
-  if (p.pair) ptx::cluster_arrive();
   ptx::launch_dependents();
 
-  const int64_t pitch = (int64_t)w.columns * 16 * K2, step_bytes = (int64_t)p.row_tiles * kImage;
-  const uint8_t* weights = w.trellis + group * kTileRow;
-  const uint8_t* image = p.image + (int64_t)(p.rotations > 1 ? m : 0) * p.steps * step_bytes + (int64_t)tile * kImage;
-  auto fetch_weights = [&](int step, int stage) {
-    ptx::barrier_expect(full + stage, kImage + 4 * kTileRow);
-    for (int r = 0; r < 4; r++)
-      ptx::bulk_load(shared + stage * kStage + kImage + r * kTileRow, weights + (step * 4 + r) * pitch, kTileRow, full + stage);
-  };
-  auto fetch_image = [&](int step, int stage) {
-    const int half = rank * (kImage / 2);
-    if (p.pair)
-      ptx::bulk_load_multicast(shared + stage * kStage + half, image + step * step_bytes + half, kImage / 2, full + stage, 3);
-    else
-      ptx::bulk_load(shared + stage * kStage, image + step * step_bytes, kImage, full + stage);
-  };
-  if (threadIdx.x == 0) {
+  if (warp == 8) {  // fetches; weights before the wait for the previous kernel
+    if (lane != 0) return;
+    const int64_t pitch = (int64_t)w.columns * 16 * K2, step_bytes = (int64_t)p.row_tiles * kImage;
+    const uint8_t* weights = w.trellis + group * kTileRow;
+    const uint8_t* image = p.image + (int64_t)(p.rotations > 1 ? m : 0) * p.steps * step_bytes + (int64_t)tile * kImage;
+    auto fetch_weights = [&](int step, int stage) {
+      ptx::barrier_expect(full + stage, kImage + 4 * kTileRow);
+      for (int r = 0; r < 4; r++)
+        ptx::bulk_load(shared + stage * kStage + kImage + r * kTileRow, weights + (step * 4 + r) * pitch, kTileRow, full + stage);
+    };
+    auto fetch_image = [&](int step, int stage) { ptx::bulk_load(shared + stage * kStage, image + step * step_bytes, kImage, full + stage); };
     const int ahead = min(kStages, p.steps);
     for (int i = 0; i < ahead; i++) fetch_weights(i, i);
+    ptx::wait_for_previous();
+    for (int i = 0; i < ahead; i++) fetch_image(i, i);
+    for (int i = ahead; i < p.steps; i++) {
+      const int stage = i % kStages;
+      ptx::barrier_wait(empty + stage, (i / kStages - 1) & 1);
+      fetch_weights(i, stage);
+      fetch_image(i, stage);
+    }
+    return;
   }
-  __syncwarp();
-  if (p.pair) ptx::cluster_wait();  // the other block's barriers are ready
   ptx::wait_for_previous();
-  if (threadIdx.x == 0)
-    for (int i = 0; i < min(kStages, p.steps); i++) fetch_image(i, i);
-  float d[64];
+  float d[ROWS / 2];
 #pragma unroll
-  for (int i = 0; i < 64; i++) d[i] = 0.f;
+  for (int i = 0; i < ROWS / 2; i++) d[i] = 0.f;
   {
     const Run<K2> run(lane);
     const uint32_t multiplier = w.multiplier, addend = w.addend;
@@ -205,20 +229,10 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
           now[e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
         }
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        wgmma128(d, now, b + r * 2);
+        wgmma(d, now, b + r * 2);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the product before is done: its operand may go
-        if (r == 0 && step > 0 && lane == 0) {  // the stage before is consumed
-          uint64_t* before = empty + (stage ? stage - 1 : kStages - 1);
-          ptx::barrier_arrive(before);
-          if (p.pair) ptx::barrier_arrive_in_cluster(ptx::address_in_cluster(before, rank ^ 1));
-        }
-        if (r == 2 && threadIdx.x == 0 && step >= 2 && step - 2 + kStages < p.steps) {  // refill the one before that: all warps have left it
-          const int old = stage >= 2 ? stage - 2 : stage + kStages - 2;
-          ptx::barrier_wait(empty + old, ((step - 2) / kStages) & 1);
-          fetch_weights(step - 2 + kStages, old);
-          fetch_image(step - 2 + kStages, old);
-        }
+        if (r == 0 && step > 0 && lane == 0) ptx::barrier_arrive(empty + (stage ? stage - 1 : kStages - 1));  // and the stage before
       }
       if (++stage == kStages) {
         stage = 0;
@@ -227,15 +241,13 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
-  __syncwarp();
-  if (p.pair) ptx::cluster_arrive();  // no more arrivals from here; the other block may go once it knows
 
   // sums to shared memory, [row of x][output column]
   const int g = lane / 4, q = lane % 4;
   float* sums = (float*)shared;
   asm volatile("bar.sync 1, 256;" ::: "memory");
 #pragma unroll
-  for (int j = 0; j < 16; j++) {
+  for (int j = 0; j < ROWS / 8; j++) {
     float* to = sums + (j * 8 + 2 * q) * kWidePitch + warp * 16 + g;
     to[0] = d[4 * j];
     to[kWidePitch] = d[4 * j + 1];
@@ -243,9 +255,9 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
     to[kWidePitch + 8] = d[4 * j + 3];
   }
   asm volatile("bar.sync 1, 256;" ::: "memory");
-  const int row0 = tile * kWideRows, rows = min(kWideRows, p.rows - row0);
-  {  // the Hadamard transform: two threads a row, 64 columns each, then the last level between them
-    const int row = thread / 2, side = thread % 2;
+  const int row0 = tile * ROWS, rows = min(ROWS, p.rows - row0);
+  for (int pass = 0; pass < ROWS; pass += 128) {  // the Hadamard transform: two threads a row, 64 columns each, then the last level between them
+    const int row = pass + thread / 2, side = thread % 2;
     float v[64];
     float* mine = sums + row * kWidePitch + side * 64;
 #pragma unroll
@@ -290,7 +302,7 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
     bias[e] = w.bias && c + e < w.out_features ? w.bias[c + e] : 0.f;
   }
   const bool whole = c + 4 <= w.out_features && w.y_stride % 4 == 0 && ((uintptr_t)w.y & 15) == 0;
-  for (int r = warp; r < rows && unit == of_pair; r += 8) {
+  for (int r = warp; r < rows; r += 8) {
     const float4 f = *(const float4*)(sums + r * kWidePitch + 4 * lane);
     float v[4] = {f.x, f.y, f.z, f.w};
     void* y = row_of(w.y, (int64_t)(row0 + r) * w.y_stride, p.y_dtype);
@@ -312,7 +324,6 @@ __global__ void __launch_bounds__(kWideThreads, 2) wide_kernel(const __grid_cons
         if (c + e < w.out_features) store(y, c + e, p.y_dtype, v[e]);
     }
   }
-  if (p.pair) ptx::cluster_wait();
 #endif
 }
 #endif

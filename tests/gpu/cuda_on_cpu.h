@@ -1,0 +1,268 @@
+// Enough of CUDA for kernels of cuda/ to run on the CPU emulator: threads are fibers, tensor core instructions are loops, asynchronous copies
+// happen at once, barriers in shared memory count. test_cuda_on_cpu.py makes C++ of a kernel's source first: __shared__ becomes static,
+// the few lines of assembly in it become calls. Order between threads is one of many: a race may hide, a wrong index does not.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <functional>
+#include <type_traits>
+#include <vector>
+
+#include "../../cpp/gpu/numbers.h"
+#include "exl3/codec.h"
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#ifndef __CUDA_ARCH__
+#define __CUDA_ARCH__ 800
+#endif
+using std::max;
+using std::min;
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct Place {
+  int x, y, z;
+};
+inline Place cuda_block, cuda_grid;
+#define threadIdx (Place{exl3::emulator::current->thread, 0, 0})
+#define blockIdx cuda_block
+#define gridDim cuda_grid
+
+// ------------------------------------------------------------------------------------------------ numbers
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+inline int __float_as_int(float f) { return as_int(f); }
+inline float __int_as_float(int i) { return as_float(i); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) {
+    const int k = (selector >> (4 * i)) & 7;
+    r |= ((k < 4 ? a >> (8 * k) : b >> (8 * (k - 4))) & 255) << (8 * i);
+  }
+  return r;
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return (uint32_t)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 4; i++) c += ((a >> (8 * i)) & 255) * ((b >> (8 * i)) & 255);
+  return c;
+}
+struct __half2 {
+  uint16_t x, y;
+};
+inline __half2 __floats2half2_rn(float a, float b) { return {float_to_half(a), float_to_half(b)}; }
+inline __half2 __float2half2_rn(float a) { return __floats2half2_rn(a, a); }
+inline float __low2float(__half2 h) { return half_to_float(h.x); }
+inline float __high2float(__half2 h) { return half_to_float(h.y); }
+inline float2 __half22float2(__half2 h) { return {half_to_float(h.x), half_to_float(h.y)}; }
+inline __half2 __hadd2(__half2 a, __half2 b) { return __floats2half2_rn(__low2float(a) + __low2float(b), __high2float(a) + __high2float(b)); }
+inline __half2 __hmul2(__half2 a, __half2 b) { return __floats2half2_rn(__low2float(a) * __low2float(b), __high2float(a) * __high2float(b)); }
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  return __floats2half2_rn(__low2float(a) * __low2float(b) + __low2float(c), __high2float(a) * __high2float(b) + __high2float(c));
+}
+
+// ------------------------------------------------------------------------------------------------ threads
+inline void __syncthreads() { exl3::emulator::barrier(); }
+inline void __syncwarp() { exl3::emulator::exchange(0, 0); }
+inline void __threadfence() {}
+inline float __shfl_xor_sync(unsigned, float v, int mask) { return lane_xor(v, mask); }
+inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
+inline int atomicAdd(int* p, int v) {
+  const int old = *p;
+  *p += v;
+  return old;
+}
+
+namespace exl3 {
+
+alignas(1024) inline uint8_t shared_space[232448];
+constexpr int kMostThreads = 1024;
+inline bool waiting[kMostThreads], named[kMostThreads];  // at a barrier in shared memory; at the one of the first 256 threads
+
+inline void named_barrier() {
+  named[emulator::current->thread] = true;
+  emulator::give_way(emulator::State::Barrier);
+}
+
+namespace ptx {
+inline void launch_dependents() {}
+inline void wait_for_previous() {}
+inline void aligned(const void* a, const void* b, int bytes) {
+  if (((uintptr_t)a | (uintptr_t)b) % bytes) emulator::fail("a misaligned copy");
+}
+template <int BYTES>
+void copy_now(void* to, const void* from) {
+  aligned(to, from, BYTES);
+  memcpy(to, from, BYTES);
+}
+inline void copy16(void* to, const void* from) { copy_now<16>(to, from); }
+inline void copy4(void* to, const void* from) { copy_now<4>(to, from); }
+inline void copy_commit() {}
+template <int LEFT>
+void copy_wait() {}
+inline uint32_t shared_address(const void* p) { return (uint32_t)((const uint8_t*)p - shared_space); }
+
+struct Barrier {
+  int arrivals = 0, missing = 0, bytes = 0, done = 0;
+};
+inline std::vector<std::pair<uint64_t*, Barrier>> barriers;
+inline Barrier& barrier_at(uint64_t* b) {
+  for (auto& [key, value] : barriers)
+    if (key == b) return value;
+  barriers.push_back({b, {}});
+  return barriers.back().second;
+}
+inline void barrier_change(uint64_t* b, int arrivals, int bytes) {
+  Barrier& x = barrier_at(b);
+  x.missing -= arrivals;
+  x.bytes += bytes;
+  if (x.missing < 0) emulator::fail("more arrivals than a barrier expects");
+  if (x.missing == 0 && x.bytes == 0) {
+    x.done++;
+    x.missing = x.arrivals;
+  }
+}
+inline void barrier_init(uint64_t* b, int arrivals) { barrier_at(b) = {arrivals, arrivals, 0, 0}; }
+inline void barrier_init_done() {}
+inline void barrier_expect(uint64_t* b, int bytes) { barrier_change(b, 1, bytes); }
+inline void barrier_arrive(uint64_t* b) { barrier_change(b, 1, 0); }
+inline void barrier_wait(uint64_t* b, int phase) {
+  while ((barrier_at(b).done & 1) == phase) {
+    waiting[emulator::current->thread] = true;
+    emulator::give_way(emulator::State::Barrier);
+  }
+}
+inline void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
+  aligned(to, from, 16);
+  memcpy(to, from, bytes);
+  barrier_change(b, 0, -bytes);
+}
+
+inline float half_of(uint32_t r, int i) { return half_to_float((uint16_t)(r >> (16 * i))); }
+// Layouts as the PTX manual draws them.
+inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  const int lane = lane_id(), g = lane / 4, q = lane % 4;
+  emulator::with_peers(mine, [&](auto peer) {
+    auto at = [&](int l, int r) { return ((const uint32_t*)peer(l))[r]; };
+    for (int e = 0; e < 4; e++) {
+      const int row = g + 8 * (e / 2), column = 2 * q + e % 2;
+      for (int k = 0; k < 16; k++)
+        d[e] += half_of(at((row % 8) * 4 + (k % 8) / 2, row / 8 + 2 * (k / 8)), k % 2) * half_of(at(column * 4 + (k % 8) / 2, 4 + k / 8), k % 2);
+    }
+  });
+}
+inline void matrices(uint32_t (&r)[4], const void* row, bool transposed) {
+  aligned(row, row, 16);
+  const int lane = lane_id(), g = lane / 4, q = lane % 4;
+  emulator::with_peers(row, [&](auto peer) {
+    for (int m = 0; m < 4; m++) {
+      uint16_t h[2];
+      for (int i = 0; i < 2; i++)
+        h[i] = transposed ? ((const uint16_t*)peer(8 * m + 2 * q + i))[g] : ((const uint16_t*)peer(8 * m + g))[2 * q + i];
+      r[m] = h[0] | (uint32_t)h[1] << 16;
+    }
+  });
+}
+inline void load_matrices(uint32_t (&r)[4], const void* row) { matrices(r, row, false); }
+inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { matrices(r, row, true); }
+}  // namespace ptx
+
+// One warp's 16 rows of a warpgroup's product; b: rows of 64 halves, swizzled by 128 bytes, groups of eight 1024 bytes apart.
+template <int R>
+void wgmma(float (&d)[R], const uint32_t (&a)[4], uint64_t b) {
+  const uint32_t start = (uint32_t)(b & 0x3fff) << 4;
+  const int lane = lane_id(), g = lane / 4, q = lane % 4;
+  if ((b >> 62) != 1 || ((b >> 32) & 0x3fff) != 64) emulator::fail("a descriptor of another layout");
+  emulator::with_peers(a, [&](auto peer) {
+    for (int j = 0; j < R / 4; j++)
+      for (int e = 0; e < 4; e++) {
+        const int n = j * 8 + 2 * q + e % 2;
+        for (int k = 0; k < 16; k++) {
+          uint32_t at = start + (n / 8) * 1024 + (n % 8) * 128 + k * 2;
+          at ^= ((at >> 7) & 7) << 4;
+          d[4 * j + e] += ptx::half_of(((const uint32_t*)peer(g * 4 + (k % 8) / 2))[e / 2 + 2 * (k / 8)], k % 2) *
+                          half_to_float(*(const uint16_t*)(shared_space + at));
+        }
+      }
+  });
+}
+
+// Runs one block to its end.
+inline void run_cuda_block(int threads, const std::function<void()>& f) {
+  using namespace emulator;
+  body = &f;
+  arrays.clear();
+  ptx::barriers.clear();
+  memset(shared_space, 0xff, sizeof shared_space);
+  memset(waiting, 0, sizeof waiting);
+  memset(named, 0, sizeof named);
+  while ((int)fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
+  for (int t = 0; t < threads; t++) {
+    constexpr int kStack = 256 * 1024;
+    Fiber& b = *fibers[t];
+    if (!b.stack) b.stack = std::make_unique<char[]>(kStack);
+    b.thread = t;
+    b.state = State::Ready;
+    getcontext(&b.context);
+    b.context.uc_stack.ss_sp = b.stack.get();
+    b.context.uc_stack.ss_size = kStack;
+    b.context.uc_link = nullptr;
+    makecontext(&b.context, entry, 0);
+  }
+  for (int idle = 0; idle < 1000; idle++) {
+    for (int t = 0; t < threads; t++)
+      while (fibers[t]->state == State::Ready) {
+        current = fibers[t].get();
+        swapcontext(&scheduler, &current->context);
+        if (!waiting[t]) idle = 0;
+      }
+    for (int w = 0; w < threads; w += 32) {
+      int here = 0;
+      for (int t = w; t < w + 32; t++) here += fibers[t]->state == State::Exchange;
+      if (here == 32 && exchange_warp(w, threads)) idle = 0;
+    }
+    int all = 0, first = 0, done = 0;
+    for (int t = 0; t < threads; t++) {
+      const bool at_barrier = fibers[t]->state == State::Barrier && !waiting[t];
+      all += at_barrier && !named[t];
+      first += at_barrier && named[t];
+      done += fibers[t]->state == State::Done;
+    }
+    if (done == threads) return;
+    for (int t = 0; t < threads; t++)
+      if (waiting[t] || (first == 256 && named[t]) || all == threads) {
+        waiting[t] = named[t] = false;
+        fibers[t]->state = State::Ready;
+      }
+  }
+  fail("no thread goes on");
+}
+
+}  // namespace exl3
