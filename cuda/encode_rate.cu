@@ -16,10 +16,15 @@ EncodeEntry EXL3_CONCAT(encode_entry_, EXL3_K2)() {
   constexpr int kRate = EXL3_K2 / 2, kBytes = 2 * Search<kRate>::kCostBytes;
   return {{search<kRate, 2>, search<kRate, 2>}, trace_back<EXL3_K2>, trace_threads(EXL3_K2), 2, 2 * kBytes, {search<kRate, 1>, search<kRate, 1>}, kBytes};
 }
+#elif EXL3_K2 == 3  // two tiles at a time gain little here; one is too large for the smaller cards
+EncodeEntry encode_entry_3() {
+  constexpr int kBytes = HalfSearch<1>::kManyBytes + HalfSearch<1>::kFewBytes;
+  return {{search_half<1, 1>, nullptr}, trace_back<3>, trace_threads(3), 1, kBytes, {search_in_place<3, true>, nullptr}, 2 * most_nodes(3)};
+}
 #else
 EncodeEntry EXL3_CONCAT(encode_entry_, EXL3_K2)() {
-  constexpr int kBytes = 2 * most_nodes(EXL3_K2);
-  return {{search_in_place<EXL3_K2, true>, nullptr}, trace_back<EXL3_K2>, trace_threads(EXL3_K2), 1, kBytes, {search_in_place<EXL3_K2, true>, nullptr}, kBytes};
+  constexpr int kEven = EXL3_K2 / 2, kBytes = HalfSearch<kEven>::kManyBytes + HalfSearch<kEven>::kFewBytes;
+  return {{search_half<kEven, 2>, nullptr}, trace_back<EXL3_K2>, trace_threads(EXL3_K2), 2, 2 * kBytes, {search_half<kEven, 1>, nullptr}, kBytes};
 }
 #endif
 

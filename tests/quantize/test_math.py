@@ -13,7 +13,7 @@ from exl3.quantize.ldl import BLOCK, block_ldl, damped, rotated_hessian
 from exl3.quantize.ldlq import Problem, ldlq
 from exl3.quantize.refit import proxy_error, refit_scales
 from exl3.quantize.regularize import padded, random_signs, regularize, restore, rotate_columns, rotate_rows
-from exl3.quantize.scales import global_scale, is_gaussian, sample_tiles, table_scale
+from exl3.quantize.scales import global_scales, is_gaussian, sample_tiles, table_scale
 
 
 def correlated(k: int, tokens: int = 2000, seed: int = 0) -> torch.Tensor:
@@ -190,15 +190,15 @@ def test_scale_comes_from_the_table_unless_tiles_are_odd():
 
     g = torch.Generator().manual_seed(5)
     w = torch.randn(256, 256, generator=g)
-    assert global_scale(w, "mul1", 4, forbidden) == (table_scale("mul1", 4), False)
+    assert global_scales([w, w], "mul1", 4, forbidden) == [(table_scale("mul1", 4), False)] * 2
     odd = torch.randn(256, 256, generator=g).pow(3)
     assert not is_gaussian(sample_tiles(odd / odd.square().mean().sqrt()))
 
     def clip(tiles):  # a quantizer for [-2, 2]: its best scale is where clipping and rounding balance
         return tiles, torch.round(tiles.clamp(-2, 2) / 0.25) * 0.25
 
-    scale, searched = global_scale(odd / odd.square().mean().sqrt(), "mul1", 4, clip)
-    assert searched
+    (_, plain), (scale, searched) = global_scales([w, odd / odd.square().mean().sqrt()], "mul1", 4, clip)
+    assert searched and not plain
     errors = {s: float(((clip(odd * s)[1] / s - odd) ** 2).mean()) for s in (scale / odd.square().mean().sqrt() * f for f in (0.5, 1, 2))}
     assert min(errors, key=errors.get) == list(errors)[1]
 

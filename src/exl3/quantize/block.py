@@ -14,9 +14,9 @@ from torch import Tensor
 from exl3.cache import Batch
 from exl3.nn import MLP, Linear
 from exl3.ops import reference
-from exl3.quantize.hessian import Hessian, check_activations, check_weights
-from exl3.quantize.linear import EncodeAt, Member, Quantized, Settings, quantize_group
-from exl3.quantize.regularize import column_rms, restore
+from exl3.quantize.hessian import Hessian, check_activations
+from exl3.quantize.linear import EncodeAt, Group, Member, Quantized, Settings, quantize_within_memory
+from exl3.quantize.regularize import column_rms
 from exl3.quantize.report import BlockReport
 
 REFERENCE_TOKENS = 2048  # of the rows on which a block's error is measured
@@ -44,11 +44,19 @@ class BlockResult:
 
 
 class Streams:
-    """The residual stream of all calibration rows, `(rows, cols, hidden)` fp32 on the host; optionally the original model's beside it."""
+    """The residual stream of all calibration rows, `(rows, cols, hidden)` fp32; optionally the original model's beside it.
 
-    def __init__(self, model: Any, quantized: Tensor, original: Tensor | None, device: torch.device, batch_tokens: int) -> None:
+    They stay on the device where `keep_bytes` allows, else in host memory.
+    """
+
+    def __init__(
+        self, model: Any, quantized: Tensor, original: Tensor | None, device: torch.device, batch_tokens: int, keep_bytes: int = 0
+    ) -> None:
         self.model, self.device = model, device
-        self.quantized, self.original = quantized, original
+        size = sum(t.numel() * t.element_size() for t in (quantized, original) if t is not None)
+        place = device if size <= keep_bytes else torch.device("cpu")
+        self.quantized = quantized.to(place)
+        self.original = None if original is None else original.to(place)
         self.rows_per_batch = max(1, batch_tokens // quantized.shape[1])
         self._batches: dict[int, Batch] = {}
 
@@ -114,23 +122,21 @@ def quantize_block(
     started = time.monotonic()
     groups = block.quant_groups()
     linears = dict(pair for group in groups for pair in group)
-    originals: dict[str, Tensor] = {}  # fp32, `(out, in)`
+    originals: dict[str, Tensor] = {}  # as stored, `(out, in)`
     plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
     for key, linear in linears.items():
-        weight = dense_weight(linear)
-        check_weights(weight, key)
-        originals[key] = weight.float()
-        plain[key] = (weight.to(streams.model.dtype), linear.bias)
+        originals[key] = dense_weight(linear)
+        plain[key] = (originals[key].to(streams.model.dtype), linear.bias)
     _set(linears, plain)
     reference_rows = max(1, min(streams.quantized.shape[0], REFERENCE_TOKENS // streams.quantized.shape[1]))
     wanted = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
     result = BlockResult({}, [], BlockReport(block.key, 0.0, 0.0, 0.0))
     statistics = {} if policy.recapture else _capture_all(block, groups, streams, policy)
     gates = _gated(block)
+    waiting: list[Group] = []  # with one capture for all, matrices of the whole block are worked on together
     for group in groups:
         name, first = group[0]
-        hessian, sample = statistics.get(name) or _capture_group(block, name, first, streams, policy, plain, linears)
-        hessian.check()
+        hessian, sample = statistics.pop(name, None) or _capture_group(block, name, first, streams, policy, plain, linears)
         if hessian.dead_channels:
             result.block.dead_channels[name] = hessian.dead_channels
         members = []
@@ -140,16 +146,20 @@ def quantize_block(
             bias = plain[key][1]
             use = _use_out_scales(linear, gates, sample, policy.out_scales)
             members.append(Member(key, _target(originals[key], hessian, policy), rates[key], None if bias is None else bias.data, use))
-        for q in quantize_group(members, hessian, encode, policy.settings, progress) if members else []:
-            result.tensors |= q.tensors
-            result.reports.append(q.report)
-            _install(linears[q.report.key], q, plain[q.report.key][1], streams.model.dtype)
+        if members:
+            waiting.append(Group(name, members, hessian))
+        if waiting and (policy.recapture or group is groups[-1]):
+            for q in quantize_within_memory(waiting, encode, policy.settings, progress):
+                result.tensors |= q.tensors
+                result.reports.append(q.report)
+                _install(linears[q.report.key], q, plain[q.report.key][1], streams.model.dtype)
+            waiting = []
     for key in linears:
         if rates[key] == 16:
-            result.tensors[f"{key}.weight"] = originals[key].half().cpu()
+            result.tensors[f"{key}.weight"] = originals[key].half()
             bias = plain[key][1]
             if bias is not None:
-                result.tensors[f"{key}.bias"] = bias.data.half().cpu()
+                result.tensors[f"{key}.bias"] = bias.data.half()
     got = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
     result.block.rfn, result.block.cosine_error = block_error(torch.cat(got), torch.cat(wanted))
     _advance(block, streams, plain, linears)
@@ -163,9 +173,8 @@ def _capture_group(
     """Statistics of one input, the earlier groups of the block as they are now."""
     hessian = Hessian(name, first.in_features, streams.device, cross=policy.correction > 0)
     sample: list[Tensor] = []
-    for row, batch, x, original in streams.batches():
+    for _, batch, x, original in streams.batches():
         seen = capture(block, first, x, batch)
-        check_activations(seen, block.key, name, row * streams.quantized.shape[1])
         other = None
         if policy.correction > 0 and original is not None:
             with _weights(linears, plain):
@@ -173,31 +182,41 @@ def _capture_group(
         hessian.add(seen, other, token_weights(seen) if policy.token_weighting else None)
         if sum(len(s) for s in sample) < SENSITIVITY_TOKENS:
             sample.append(seen)
+    _check(hessian, block, first, streams)
     return hessian, torch.cat(sample)[:SENSITIVITY_TOKENS]
+
+
+def _check(hessian: Hessian, block: Any, linear: Linear, streams: Streams) -> None:
+    """NumericalError where an input was not finite, with its place: found by a second pass."""
+    if not hessian.finite:
+        for row, batch, x, _ in streams.batches():
+            seen = capture(block, linear, x, batch)
+            check_activations(seen.view(batch.rows, -1, seen.shape[1]), block.key, hessian.name, row)
+    hessian.check()
 
 
 def _capture_all(block: Any, groups: list[list[tuple[str, Linear]]], streams: Streams, policy: Policy) -> dict[str, tuple[Hessian, Tensor]]:
     """Statistics of all inputs in one pass through the unquantized block."""
     found: dict[str, tuple[Hessian, list[Tensor]]] = {}
     handles = []
-    place = [0]
     for (name, linear), *_ in groups:
         found[name] = (Hessian(name, linear.in_features, streams.device), [])
 
         def note(_: Any, args: tuple[Tensor, ...], name: str = name) -> None:  # at once: x may be changed in place afterwards
             hessian, sample = found[name]
-            check_activations(args[0], block.key, name, place[0] * streams.quantized.shape[1])
             hessian.add(args[0], weights=token_weights(args[0]) if policy.token_weighting else None)
             if not sample:
                 sample.append(args[0][:SENSITIVITY_TOKENS].clone())
 
         handles.append(linear.register_forward_pre_hook(note))
     try:
-        for place[0], batch, x, _ in streams.batches():
+        for _, batch, x, _ in streams.batches():
             block(x, batch)
     finally:
         for handle in handles:
             handle.remove()
+    for (name, linear), *_ in groups:
+        _check(found[name][0], block, linear, streams)
     return {name: (hessian, sample[0]) for name, (hessian, sample) in found.items()}
 
 
@@ -225,19 +244,15 @@ def _set(linears: dict[str, Linear], weights: dict[str, Any]) -> None:
 
 def _install(linear: Linear, q: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
     """Puts the dequantized matrix in place, as the file will give it."""
-    device = dense_weight(linear).device
-    key = q.report.key
-    rotated = q.values.to(device)
-    w = restore(rotated, q.tensors[f"{key}.suh"].to(device), q.tensors[f"{key}.svh"].to(device))
-    linear.set_dense(
-        w[: linear.in_features, : linear.out_features].T.to(dtype).contiguous(), None if bias is None else bias.data.half().float()
-    )
+    weight = q.weight.to(dense_weight(linear).device, dtype).contiguous()
+    linear.set_dense(weight, None if bias is None else bias.data.half().float())
 
 
 def _target(weight: Tensor, hessian: Hessian, policy: Policy) -> Tensor:
     """The weight to approximate: the original, or what on the quantized prefix's inputs gives what the original gives on its own."""
     if policy.correction == 0 or not hessian.usable:
         return weight
+    weight = weight.float()
     k = weight.shape[1]
     matrix = hessian.matrix()[:k, :k]
     drift = hessian.cross()[:k, :k] - matrix
@@ -275,15 +290,22 @@ def _sensitivity(mlp: MLP, linear: Linear, x: Tensor) -> Tensor:
 
 def _advance(block: Any, streams: Streams, plain: dict[str, Any], linears: dict[str, Linear]) -> None:
     """Both streams through the block."""
-    cols = streams.quantized.shape[1]
+    finite = []
     for row, batch, x, original in streams.batches():
-        y = block(x, batch)
-        check_activations(y.view(-1, cols, y.shape[1]), block.key, "the next block", row)
-        streams.quantized[row : row + batch.rows] = y.view(batch.rows, cols, -1).to(streams.quantized.device)
+        y = _move(block, x, batch, streams.quantized[row : row + batch.rows])
+        finite.append(torch.isfinite(y).all())
         if original is not None and streams.original is not None:
             with _weights(linears, plain):
-                y = block(original, batch)
-            streams.original[row : row + batch.rows] = y.view(batch.rows, cols, -1).to(streams.original.device)
+                _move(block, original, batch, streams.original[row : row + batch.rows])
+    if not bool(torch.stack(finite).all()):
+        for row in range(streams.quantized.shape[0]):
+            check_activations(streams.quantized[row : row + 1], block.key, "the next block", row)
+
+
+def _move(block: Any, x: Tensor, batch: Batch, out: Tensor) -> Tensor:
+    y: Tensor = block(x, batch)
+    out.copy_(y.view(out.shape))
+    return y
 
 
 def block_error(got: Tensor, wanted: Tensor) -> tuple[float, float]:

@@ -19,14 +19,15 @@ from exl3.files import Checkpoint, Tokenizer
 from exl3.models.loading import default_device, locate
 from exl3.models.registry import build
 from exl3.quantize import calibration as cal
+from exl3.quantize.background import Reader, Writer
 from exl3.quantize.block import Policy, Streams, capture, quantize_block
 from exl3.quantize.compile import config_block, write_model
 from exl3.quantize.embedding import quantize_embedding
 from exl3.quantize.hessian import Hessian, check_activations, check_weights
 from exl3.quantize.job import Job, changed_settings, check_streams, fingerprint, stream_tensors
-from exl3.quantize.linear import EncodeAt, Member, Settings, quantize_group
+from exl3.quantize.linear import EncodeAt, Group, Member, Settings, quantize_within_memory
 from exl3.quantize.options import CHANGEABLE, ConvertOptions
-from exl3.quantize.plan import Plan, check_resources, make_plan
+from exl3.quantize.plan import Plan, check_resources, make_plan, stream_room
 from exl3.quantize.recipe import format_recipe
 from exl3.quantize.report import BlockReport, Report
 
@@ -83,6 +84,7 @@ class _Conversion:
         self.current = ""
         self.warnings: list[str] = []
         self.begun = False  # there is something to resume
+        self.writer: Writer  # of finished modules
 
     def run(self) -> Report:
         resume = bool(self.given.get("resume"))
@@ -242,18 +244,24 @@ class _Conversion:
             self.done_weights = sum(weights[:done]) + (plan.ring_weights if plan.embed_bits != 16 else 0)
             self.log(f"resuming behind block {done}")
         batch = BATCH_TOKENS.get(device.type, 16384)
-        state = Streams(model, streams["quantized"], streams.get("original"), device, batch)
-        for i in range(done, len(model.blocks)):
-            self.current = model.blocks[i].key
-            block = model.load_block(i, source, device)
-            result = quantize_block(block, state, plan.rates, policy, encode, self._step)
-            model.unload_block(i)
-            self._save(job, i, result.tensors, result.reports, result.block, options)
-            self._checkpoint(job, i + 1, state, options)
-            if options.max_module is not None and i >= options.max_module:
-                job.save_state(i + 1, stream_tensors(state.quantized, state.original))
-                raise JobError(f"stopped behind block {i} as asked (--max-module); go on with --resume")
-        self._head(job, model, source, plan, options, state, encode, device)
+        keep = stream_room(plan, model, device)
+        state = Streams(model, streams.pop("quantized"), streams.pop("original", None), device, batch, keep)
+        count = len(model.blocks)
+        with Writer() as self.writer, Reader(lambda i: model.load_block(i, source, device), device) as reader:
+            for i in range(done, count):
+                self.current = model.blocks[i].key
+                block = reader.take(i)
+                if i + 1 < count and options.max_module != i:
+                    reader.ahead(i + 1)
+                result = quantize_block(block, state, plan.rates, policy, encode, self._step)
+                model.unload_block(i)
+                self._save(job, i, result.tensors, result.reports, result.block, options)
+                self._checkpoint(job, i + 1, state, options)
+                if options.max_module is not None and i >= options.max_module:
+                    self.writer.flush()
+                    job.save_state(i + 1, stream_tensors(state.quantized, state.original))
+                    raise JobError(f"stopped behind block {i} as asked (--max-module); go on with --resume")
+            self._head(job, model, source, plan, options, state, encode, device)
 
     def _embed(
         self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
@@ -311,17 +319,18 @@ class _Conversion:
         if plan.head_bits == 16 and plan.embed_bits == 16 and source.head(model.head_key, model.embed_key).tied:
             self.log("the head stays tied to the embedding")
         elif plan.head_bits == 16:
-            tensors[f"{model.head_key}.weight"] = head.weight.data.half().cpu()
+            tensors[f"{model.head_key}.weight"] = head.weight.data.half()
         else:
             hessian = Hessian(model.head_key, head.in_features, device)
-            for row, batch, x, _ in state.batches():
-                seen = capture(lambda x, b: model.head(x, b), head, x, batch)
-                check_activations(seen, "head", model.head_key, row * state.quantized.shape[1])
-                hessian.add(seen)
+            for _, batch, x, _ in state.batches():
+                hessian.add(capture(model.head, head, x, batch))
+            if not hessian.finite:
+                for row, batch, x, _ in state.batches():
+                    check_activations(capture(model.head, head, x, batch), "head", model.head_key, row * state.quantized.shape[1])
             hessian.check()
             bias = None if head.bias is None else head.bias.data
             member = Member(model.head_key, head.weight.data, plan.head_bits, bias, options.out_scales != "never")
-            [q] = quantize_group([member], hessian, encode, _policy(options).settings, self._step)
+            [q] = quantize_within_memory([Group(model.head_key, [member], hessian)], encode, _policy(options).settings, self._step)
             tensors, reports = q.tensors, [q.report]
         model.model.norm.unload()
         head.unload()
@@ -331,7 +340,8 @@ class _Conversion:
     def _save(
         self, job: Job, index: int, tensors: dict[str, Tensor], reports: list[Any], block: BlockReport, options: ConvertOptions
     ) -> None:
-        job.save_module(index, tensors, {"tensors": [dataclasses.asdict(r) for r in reports], "block": dataclasses.asdict(block)})
+        record = {"tensors": [dataclasses.asdict(r) for r in reports], "block": dataclasses.asdict(block)}
+        self.writer.submit(lambda: job.save_module(index, {name: t.cpu().contiguous() for name, t in tensors.items()}, record))
         if options.verbose:
             for r in reports:
                 flags = ("o" if r.out_scales else ".") + ("." if r.calibrated else "f") + ("s" if r.scale_searched else ".")
@@ -344,7 +354,9 @@ class _Conversion:
     def _checkpoint(self, job: Job, done: int, state: Streams, options: ConvertOptions) -> None:
         if 0 <= options.last_checkpoint_index < done - 1:
             return
-        job.save_state(done, stream_tensors(state.quantized, state.original), interval=options.checkpoint_interval)
+        if job.due(options.checkpoint_interval):
+            self.writer.flush()
+            job.save_state(done, stream_tensors(state.quantized, state.original))
 
     def _step(self, weights: int) -> None:
         self.done_weights += weights

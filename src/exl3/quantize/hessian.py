@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,14 +16,16 @@ CHUNK = 2048  # tokens in one product; the sums of chunks are added in order, so
 class Hessian:
     """Second moment of one input, and optionally its product with the same input in the original model.
 
-    `matrix()` is (k, k) with k padded to 128; `cross()` is sum w x_q x_fp^T / sum w, the same shape.
+    `matrix()` is (k, k) with k padded to 128; `cross()` is sum w x_q x_fp^T / sum w, the same shape. Nothing here but `check`,
+    `usable`, `dead_channels` and `weight` waits for the device.
     """
 
     def __init__(self, name: str, features: int, device: torch.device | str, *, cross: bool = False) -> None:
         self.name, self.features = name, features
         self.sum = torch.zeros(features, features, device=device)
         self.cross_sum = torch.zeros(features, features, device=device) if cross else None
-        self.weight = 0.0
+        self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)  # of weighted tokens
+        self.unweighted = 0
         self.tokens = 0
         self.peak = torch.zeros(features, device=device)
 
@@ -29,21 +33,39 @@ class Hessian:
         """x: (tokens, features), any float dtype; `weights` (tokens,): importance of each token, 1 without."""
         for start in range(0, x.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            self._add(
-                x[part].float(),
-                None if x_original is None else x_original[part].float(),
-                None if weights is None else weights[part].float(),
-            )
-
-    def _add(self, x: Tensor, x_original: Tensor | None, weights: Tensor | None) -> None:
-        scaled = x if weights is None else x * weights.unsqueeze(1)
-        self.sum.addmm_(scaled.T, x)
-        if self.cross_sum is not None:
-            assert x_original is not None
-            self.cross_sum.addmm_(scaled.T, x_original)
-        self.peak = torch.maximum(self.peak, x.abs().amax(0))
-        self.weight += x.shape[0] if weights is None else float(weights.sum())
+            left = x[part] if weights is None else x[part].float() * weights[part].float().unsqueeze(1)
+            _accumulate(self.sum, left, x[part])
+            if self.cross_sum is not None:
+                assert x_original is not None
+                _accumulate(self.cross_sum, left, x_original[part])
+        low, high = x.aminmax(dim=0)
+        self.peak = torch.maximum(self.peak, torch.maximum(high, -low).float())
+        if weights is None:
+            self.unweighted += x.shape[0]
+        else:
+            self.weight_sum += weights.sum(dtype=torch.float64)
         self.tokens += x.shape[0]
+
+    def merge(self, other: Hessian) -> None:
+        """Adds the statistics of further tokens of the same input, gathered elsewhere."""
+        device = self.sum.device
+        self.sum += other.sum.to(device)
+        if self.cross_sum is not None and other.cross_sum is not None:
+            self.cross_sum += other.cross_sum.to(device)
+        self.weight_sum += other.weight_sum.to(device)
+        self.peak = torch.maximum(self.peak, other.peak.to(device))
+        self.unweighted += other.unweighted
+        self.tokens += other.tokens
+
+    @property
+    def weight(self) -> float:
+        """Sum of the tokens' weights."""
+        return self.unweighted + float(self.weight_sum)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all inputs were."""
+        return bool(torch.isfinite(self.peak).all())
 
     def check(self) -> None:
         """NumericalError where the sum overflowed or holds NaN."""
@@ -57,9 +79,9 @@ class Hessian:
         extra = padded(self.features) - self.features
         return torch.nn.functional.pad(matrix / max(self.weight, 1e-30), (0, extra, 0, extra))
 
-    def matrix(self) -> Tensor:
-        """(k, k) fp32, exactly symmetric, zero rows and columns for padding."""
-        m = self._padded(self.sum)
+    def matrix(self, device: torch.device | None = None) -> Tensor:
+        """(k, k) fp32, exactly symmetric, zero rows and columns for padding; on `device`, default where the statistics are."""
+        m = self._padded(self.sum if device is None else self.sum.to(device))
         return (m + m.T) / 2
 
     def cross(self) -> Tensor:
@@ -75,6 +97,26 @@ class Hessian:
     def usable(self) -> bool:
         """False where calibration says nothing: no tokens, or all inputs (nearly) zero."""
         return self.tokens > 0 and float(self.sum.diagonal().mean()) / max(self.weight, 1e-30) > 1e-20
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right in fp32. Products of half-precision inputs are exact in fp32: tensor cores may make them, one chunk long."""
+    half = left.dtype in (torch.float16, torch.bfloat16) and left.dtype == right.dtype
+    if half and total.device.type == "cuda" and _half_products():
+        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float().T, right.float())
+
+
+@cache
+def _half_products() -> bool:
+    """Whether this torch multiplies half precision into fp32 sums (2.8 and later), in place."""
+    try:
+        x, total = torch.ones(16, 16, dtype=torch.float16, device="cuda"), torch.ones(16, 16, device="cuda")
+        torch.addmm(total, x.T, x, out_dtype=torch.float32, out=total)
+        return bool((total == 17).all())
+    except (TypeError, RuntimeError):
+        return False
 
 
 def check_activations(x: Tensor, layer: str, tensor: str, first_row: int = 0) -> None:

@@ -125,13 +125,15 @@ class Job:
 
     # the streams
 
-    def save_state(self, done: int, streams: dict[str, Tensor], *, interval: float = 0.0) -> bool:
-        """Remembers that modules below `done` are finished; False if the last time was less than `interval` seconds ago."""
-        if time.monotonic() - self._saved_at < interval:
-            return False
-        write_tensors(self.folder / "state.safetensors", streams, {"format": "pt", "done": str(done)})
+    def due(self, interval: float) -> bool:
+        """Whether the last checkpoint was `interval` seconds ago or more."""
+        return time.monotonic() - self._saved_at >= interval
+
+    def save_state(self, done: int, streams: dict[str, Tensor]) -> None:
+        """Remembers that modules below `done` are finished."""
+        tensors = {name: t.cpu() for name, t in streams.items()}
+        write_tensors(self.folder / "state.safetensors", tensors, {"format": "pt", "done": str(done)})
         self._saved_at = time.monotonic()
-        return True
 
     def state(self) -> tuple[int, dict[str, Tensor]]:
         """(number of finished modules, streams); (0, {}) before the first checkpoint."""

@@ -1,7 +1,7 @@
 """LDLQ: quantize 16 rows at a time from the last to the first, each time moving the error already made into the rows still to come.
 
-Quantizer description, section 6.2. Several matrices with as many rows and the same rate go in step, so that one encoder call serves
-all of them: matrices that share a factor are concatenated along n beforehand, others bring their own factor.
+Quantizer description, section 6.2. Matrices of one rate go in step, so that one encoder call serves all of them; those with as many rows
+share their buffers. Products are made matrix by matrix: what stands beside a matrix doesn't change its bytes. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl3.codec.tiles import matrix_to_tiles, tiles_to_matrix
 from exl3.quantize.ldl import BLOCK
 
 SPAN = 128  # rows after which the error is folded into all rows above by one large product
@@ -31,49 +30,86 @@ class Problem:
 
 @dataclass
 class Solution:
-    """`states` (k/16, n/16, 256) int16 bit patterns in stream order; `values` (k, n) fp32, the decoded matrix."""
+    """`states` (k/16, n/16, 256) int16 bit patterns in stream order; `values` (k, n) fp32, the decoded matrix. Views of shared buffers."""
 
     states: Tensor
     values: Tensor
 
 
+class _Stack:
+    """Matrices with the same number of rows, side by side."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.lowers = [p.lower for p in problems]
+        sizes = [p.rotated.shape[1] for p in problems]
+        self.columns = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        self.error = torch.cat([p.rotated for p in problems], 1)  # the matrix itself in rows still to come, W - Q in finished ones
+        self.rows, width = self.error.shape
+        self.tiles = width // BLOCK
+        self.values = torch.empty_like(self.error)
+        self.states = torch.empty(self.rows // BLOCK, self.tiles, BLOCK * BLOCK, dtype=torch.int16, device=self.error.device)
+        self.target = self.error.new_empty(min(SPAN, self.rows), width)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.error, self.values, self.states, self.target))
+
+    def span_of(self, row: int) -> tuple[int, int]:
+        end = self.rows - (self.rows - row - 1) // SPAN * SPAN
+        return max(0, end - SPAN), end
+
+    def prepare(self, row: int, tiles: Tensor) -> None:
+        """Targets of the rows `row` .. `row` + 15, in stream order, into `tiles` (count, 256)."""
+        start, span_end = self.span_of(row)
+        end = row + BLOCK
+        if end == span_end:
+            self._open_span(start, end)
+        else:
+            for lower, c in zip(self.lowers, self.columns):
+                if lower is not None:
+                    self.target[row - start : end - start, c].addmm_(lower[end:span_end, row:end].T, self.error[end:span_end, c])
+        block = self.target[row - start : end - start].view(2, 4, 2, self.tiles, 2, 8)  # row 3, row 1-2, row 0, | column 3, column 0-2
+        tiles.view(self.tiles, 8, 4, 2, 2, 2).copy_(block.permute(3, 5, 1, 4, 0, 2))
+
+    def _open_span(self, start: int, end: int) -> None:
+        for lower, c in zip(self.lowers, self.columns):
+            rows, target = self.error[start:end, c], self.target[: end - start, c]
+            if lower is None or end == self.rows:
+                target.copy_(rows)
+            else:
+                torch.addmm(rows, lower[end:, start:end].T, self.error[end:, c], out=target)
+
+    def take(self, row: int, states: Tensor, values: Tensor) -> None:
+        """The encoder's answer for these rows."""
+        self.states[row // BLOCK] = states
+        rows = self.values[row : row + BLOCK]
+        rows.view(2, 4, 2, self.tiles, 2, 8).permute(3, 5, 1, 4, 0, 2).copy_(values.view(self.tiles, 8, 4, 2, 2, 2))
+        self.error[row : row + BLOCK].sub_(rows)
+
+    def solutions(self) -> list[Solution]:
+        return [Solution(self.states[:, c.start // BLOCK : c.stop // BLOCK], self.values[:, c]) for c in self.columns]
+
+
 def ldlq(problems: list[Problem], encode: Encode, progress: Callable[[int], None] | None = None) -> list[Solution]:
-    """Quantizes all problems in step. All have the same k. `progress(weights)` is told after each step how many weights were encoded."""
-    k = problems[0].rotated.shape[0]
-    widths = [p.rotated.shape[1] // BLOCK for p in problems]
-    solutions = [_empty_solution(p.rotated) for p in problems]
-    # the error W - Q of finished rows and, for each problem, what it adds to the rows above
-    errors = [torch.zeros_like(p.rotated) if p.lower is not None else None for p in problems]
-    for span_end in range(k, 0, -SPAN):
-        span = max(0, span_end - SPAN)
-        targets = [_span_target(p, e, span, span_end) for p, e in zip(problems, errors)]
-        for row in range(span_end - BLOCK, span - 1, -BLOCK):
-            end = row + BLOCK
-            tiles = []
-            for p, e, target in zip(problems, errors, targets):
-                block = target[row - span : end - span]
-                if p.lower is not None and e is not None and end < span_end:
-                    block = block + p.lower[end:span_end, row:end].T @ e[end:span_end]
-                tiles.append(matrix_to_tiles(block)[0])
-            states, values = encode(torch.cat(tiles))
-            for p, e, s, st, v in zip(problems, errors, solutions, torch.split(states, widths), torch.split(values, widths)):
-                s.states[row // BLOCK] = st
-                s.values[row:end] = tiles_to_matrix(v.unsqueeze(0))
-                if e is not None:
-                    torch.sub(p.rotated[row:end], s.values[row:end], out=e[row:end])
-            if progress is not None:
-                progress(BLOCK * BLOCK * sum(widths))
-    return solutions
-
-
-def _empty_solution(rotated: Tensor) -> Solution:
-    k, n = rotated.shape
-    states = torch.empty(k // BLOCK, n // BLOCK, BLOCK * BLOCK, dtype=torch.int16, device=rotated.device)
-    return Solution(states, torch.empty_like(rotated))
-
-
-def _span_target(problem: Problem, error: Tensor | None, start: int, end: int) -> Tensor:
-    rows = problem.rotated[start:end]
-    if problem.lower is None or error is None or end == problem.rotated.shape[0]:
-        return rows
-    return torch.addmm(rows, problem.lower[end:, start:end].T, error[end:])
+    """Quantizes all problems in step. `progress(weights)` is told now and then how many more weights were given to the encoder."""
+    by_rows: dict[int, list[int]] = {}
+    for i, p in enumerate(problems):
+        by_rows.setdefault(p.rotated.shape[0], []).append(i)
+    stacks = [_Stack([problems[i] for i in members]) for members in by_rows.values()]
+    told = 0
+    for step in range(1, max(by_rows) // BLOCK + 1):
+        active = [s for s in stacks if BLOCK * step <= s.rows]
+        counts = [s.tiles for s in active]
+        tiles = stacks[0].error.new_empty(sum(counts), BLOCK * BLOCK)
+        for s, part in zip(active, tiles.split(counts)):
+            s.prepare(s.rows - BLOCK * step, part)
+        states, values = encode(tiles)
+        for s, st, v in zip(active, states.split(counts), values.split(counts)):
+            s.take(s.rows - BLOCK * step, st, v)
+        told += tiles.numel()
+        if progress is not None and (step % (SPAN // BLOCK) == 0 or step == max(by_rows) // BLOCK):
+            progress(told)
+            told = 0
+    found = [solution for s in stacks for solution in s.solutions()]
+    order = [i for members in by_rows.values() for i in members]
+    return [solution for _, solution in sorted(zip(order, found), key=lambda pair: pair[0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from torch import Tensor
 from exl3 import codec
 from exl3.codec.codebooks import MULTIPLIERS
 from exl3.errors import NumericalError
+from exl3.models import memory
 from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import Factor, block_ldl, damped
 from exl3.quantize.ldlq import Encode, Problem, ldlq
 from exl3.quantize.refit import FP16_MAX, proxy_error, refit_scales, round_scales
-from exl3.quantize.regularize import Regularized, padded, random_signs, regularize, restore
+from exl3.quantize.regularize import padded, random_signs, regularize, restore
 from exl3.quantize.report import TensorReport
-from exl3.quantize.scales import global_scale
+from exl3.quantize.scales import global_scales
 
 # (tiles, rate, seam window) -> (states, values)
 EncodeAt = Callable[[Tensor, float, int], tuple[Tensor, Tensor]]
@@ -53,89 +55,213 @@ class Member:
 class Quantized:
     """Tensors of one EXL3 matrix under their names in the file, and what happened on the way."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # on the device
     report: TensorReport
-    values: Tensor  # (k, n) decoded trellis values, rotated basis, on the device
+    weight: Tensor  # (out, in) fp32 on the device, dequantized as the file will give it
 
 
-def quantize_group(
-    members: list[Member], hessian: Hessian | None, encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
+@dataclass
+class Group:
+    """Matrices that share their input, and its statistics (None or unusable: no error feedback, refit with H = I)."""
+
+    name: str  # of the input: its signs come from it
+    members: list[Member]
+    hessian: Hessian | None
+
+
+def quantize_groups(
+    groups: list[Group], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
 ) -> list[Quantized]:
-    """Quantizes matrices that share the input `hessian` describes (None or unusable: no error feedback, refit with H = I).
+    """Quantizes the matrices of all groups, on the device of the weights; results in the order given.
 
-    Members of one rate run in step, so that an encoder call serves all of them.
+    Matrices of one rate run in step, so that an encoder call serves all of them; what a matrix becomes doesn't depend on the others.
     """
     started = time.monotonic()
+    by_group = [_prepare(group, settings) for group in groups]
+    work = [w for members in by_group for w in members]
+    _check_ranges(work)
+    for members in by_group:
+        _factor(members, settings)
+    by_rate = [[w for w in work if w.member.rate == rate] for rate in dict.fromkeys(w.member.rate for w in work)]
+    for same in by_rate:
+        _scale(same, encode, settings)
+        problems = [w.problem() for w in same]
+        solutions = ldlq(problems, _bound(encode, same[0].member.rate, settings.seam_window), progress)
+        del problems
+        for w, solution in zip(same, solutions):
+            w.states, w.values = solution.states, solution.values
+    results = [_finish(w, settings) for w in work]
+    _report(work, results, time.monotonic() - started)
+    return results
+
+
+def quantize_within_memory(
+    groups: list[Group], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
+) -> list[Quantized]:
+    """`quantize_groups` in parts as large as the device has room for; a matrix that alone is too large is worked on in host memory, with
+    the encoder on the device."""
+    device = groups[0].members[0].weight.device
+    parts = _that_fit(groups, device)
+    if len(parts) > 1:
+        return [q for part in parts for q in quantize_within_memory(part, encode, settings, progress)]
+    told = 0
+
+    def tell(weights: int) -> None:
+        nonlocal told
+        told += weights
+        if progress is not None:
+            progress(weights)
+
+    try:
+        return quantize_groups(groups, encode, settings, tell)
+    except torch.OutOfMemoryError:
+        if device.type == "cpu":
+            raise
+    if progress is not None:
+        progress(-told)
+    torch.cuda.empty_cache()
+    if len(groups) > 1 or len(groups[0].members) > 1:
+        return [q for part in _halves(groups) for q in quantize_within_memory(part, encode, settings, progress)]
+    return _on_host(groups[0], device, encode, settings, progress)
+
+
+def _that_fit(groups: list[Group], device: torch.device) -> list[list[Group]]:
+    """Consecutive groups together as far as they should fit; a single group is always tried."""
+    if device.type == "cpu":
+        return [[g] for g in groups]
+    room = memory.available_bytes(device) - memory.reserve_bytes(device)
+    parts: list[list[Group]] = []
+    used = room + 1
+    for group in groups:
+        need = _working_bytes(group)
+        if used + need > room:
+            parts.append([])
+            used = 0
+        parts[-1].append(group)
+        used += need
+    return parts
+
+
+def _working_bytes(group: Group) -> int:
+    """Peak bytes: Hessian, factors and what is made on the way to them; per weight its target, two forms of its values, states."""
+    k = padded(group.members[0].weight.shape[1])
+    weights = sum(k * padded(m.weight.shape[0]) for m in group.members)
+    return 4 * k * k * (6 + len(group.members)) + 26 * weights
+
+
+def _halves(groups: list[Group]) -> list[list[Group]]:
+    if len(groups) > 1:
+        return [groups[: len(groups) // 2], groups[len(groups) // 2 :]]
+    members = groups[0].members
+    return [[dataclasses.replace(groups[0], members=half)] for half in (members[: len(members) // 2], members[len(members) // 2 :])]
+
+
+def _on_host(
+    group: Group, device: torch.device, encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None
+) -> list[Quantized]:
+    def encode_there(tiles: Tensor, rate: float, seam_window: int) -> tuple[Tensor, Tensor]:
+        states, values = encode(tiles.to(device), rate, seam_window)
+        return states.cpu(), values.cpu()
+
+    members = [dataclasses.replace(m, weight=m.weight.cpu()) for m in group.members]
+    results = quantize_groups([dataclasses.replace(group, members=members)], encode_there, settings, progress)
+    for q in results:
+        q.report.on_host = True
+    return results
+
+
+def _prepare(group: Group, settings: Settings) -> list[_Work]:
+    """Regularised matrices."""
+    members, hessian = group.members, group.hessian
     calibrated = hessian is not None and hessian.usable
     k = padded(members[0].weight.shape[1])
     device = members[0].weight.device
-    matrix = hessian.matrix().to(device) if calibrated and hessian is not None else torch.eye(k, device=device)
-    shared_factor: Factor | None = None
-    signs = random_signs(f"{members[0].key}:in", k, settings.seed).to(device)
-    work: list[_Work] = []
+    matrix = hessian.matrix(device) if calibrated and hessian is not None else torch.eye(k, device=device)
+    signs = random_signs(f"{group.name}:in", k, settings.seed).to(device)
+    work = []
     for m in members:
         target = _pad(m.weight.float().T)
         out_signs = random_signs(f"{m.key}:out", target.shape[1], settings.seed).to(device)
         reg = regularize(target, signs, out_signs, out_scales=m.out_scales)
-        _check_range(reg, m.key)
-        factor = None
-        if calibrated and settings.scaled_hessian:
-            factor = block_ldl(matrix, settings.damping, reg.suh, name=m.key)
-        elif calibrated:
-            shared_factor = shared_factor or block_ldl(matrix, settings.damping, signs, name=m.key)
-            factor = shared_factor
-        quick = _bound(encode, m.rate, _QUICK_WINDOW)
-        g, searched = global_scale(reg.rotated, settings.codebook, m.rate, quick, always_search=settings.search_scale)
-        reg.rotated.mul_(g)
-        reg.suh.div_(g)
-        work.append(_Work(m, target, reg, factor, g, searched))
+        work.append(_Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh))
+    return work
 
-    for rate in dict.fromkeys(w.member.rate for w in work):
-        same = [w for w in work if w.member.rate == rate]
-        problems = [Problem(w.reg.rotated, None if w.factor is None else w.factor.lower) for w in same]
-        call = _bound(encode, rate, settings.seam_window)
-        for w, solution in zip(same, ldlq(problems, call, progress)):
-            w.states, w.values = solution.states, solution.values
-    results = [_finish(w, matrix, calibrated, settings) for w in work]
-    seconds, share = time.monotonic() - started, sum(w.target.numel() for w in work)
-    for w, result in zip(work, results):
-        result.report.seconds = seconds * w.target.numel() / share  # they were worked on together
-    return results
+
+def _factor(work: list[_Work], settings: Settings) -> None:
+    """Factors of the matrices of one group: one each where it sees the rows' scales, else one for all."""
+    shared: Factor | None = None
+    for w in work if work[0].calibrated else []:
+        if settings.scaled_hessian:
+            w.factor = block_ldl(w.matrix, settings.damping, w.suh, name=w.member.key)
+        else:
+            w.factor = shared = shared or block_ldl(w.matrix, settings.damping, w.signs, name=w.member.key)
+
+
+def _scale(work: list[_Work], encode: EncodeAt, settings: Settings) -> None:
+    """Brings matrices of one rate to their size in codebook units."""
+    rate = work[0].member.rate
+    quick = _bound(encode, rate, _QUICK_WINDOW)
+    scales = global_scales([w.rotated for w in work if w.rotated is not None], settings.codebook, rate, quick, always_search=settings.search_scale)
+    for w, (g, searched) in zip(work, scales):
+        w.suh.div_(g)
+        w.scale, w.searched = g, searched
+        if w.rotated is not None:
+            w.rotated.mul_(g)
 
 
 def _bound(encode: EncodeAt, rate: float, seam_window: int) -> Encode:
     return lambda tiles: encode(tiles, rate, seam_window)
 
 
-def _check_range(reg: Regularized, key: str) -> None:
-    """NumericalError where the matrix is too large or too uneven for the file's fp16 scales."""
-    largest = max(float(reg.suh.abs().max()), float(reg.svh.abs().max()))
-    if not largest < FP16_MAX / 4:  # also NaN; the refit moves scales a little
-        raise NumericalError(f"{key}: weights need a channel scale of {largest:.3g}, more than fp16 holds; rescale the source model")
+def _check_ranges(work: list[_Work]) -> None:
+    """NumericalError where a matrix is too large or too uneven for the file's fp16 scales."""
+    largest = torch.stack([torch.maximum(w.suh.abs().max(), w.svh.abs().max()) for w in work]).tolist()
+    for w, value in zip(work, largest):
+        if not value < FP16_MAX / 4:  # also NaN; the refit moves scales a little
+            raise NumericalError(f"{w.member.key}: weights need a channel scale of {value:.3g}, more than fp16 holds; rescale the source model")
 
 
 @dataclass
 class _Work:
     member: Member
+    matrix: Tensor  # (k, k), original basis
+    calibrated: bool
     target: Tensor  # (k, n) fp32, padded
-    reg: Regularized
-    factor: Factor | None
-    scale: float
-    searched: bool
+    signs: Tensor  # of the input
+    rotated: Tensor | None  # (k, n) fp32, until it goes into the recursion
+    suh: Tensor
+    svh: Tensor
+    factor: Factor | None = None  # without its matrix once the recursion has it
+    scale: float = 1.0
+    searched: bool = False
     states: Tensor | None = None
     values: Tensor | None = None
+    errors: Tensor | None = None  # proxy error, weight error
+
+    def problem(self) -> Problem:
+        """What the recursion needs, given away: large matrices live no longer than needed."""
+        assert self.rotated is not None
+        problem = Problem(self.rotated, None if self.factor is None else self.factor.lower)
+        self.rotated = None
+        if self.factor is not None:
+            self.factor = dataclasses.replace(self.factor, lower=torch.empty(0))
+        return problem
 
 
-def _finish(w: _Work, matrix: Tensor, calibrated: bool, settings: Settings) -> Quantized:
+def _finish(w: _Work, settings: Settings) -> Quantized:
+    """Scales refitted, trellis packed; waits for nothing."""
     assert w.states is not None and w.values is not None
     used = 0.0 if w.factor is None else w.factor.damping
-    metric = damped(matrix, used) if calibrated else matrix
-    suh, svh = w.reg.suh, w.reg.svh
     if settings.refit_rounds:
-        suh16, svh16 = refit_scales(w.values, suh, svh, w.target, metric, rounds=settings.refit_rounds)
+        metric = damped(w.matrix, used) if w.calibrated else w.matrix
+        suh16, svh16 = refit_scales(w.values, w.suh, w.svh, w.target, metric, rounds=settings.refit_rounds)
+        del metric
     else:
-        suh16, svh16 = round_scales(suh), round_scales(svh)
-    error = restore(w.values, suh16, svh16).sub_(w.target)
+        suh16, svh16 = round_scales(w.suh), round_scales(w.svh)
+    dequantized = restore(w.values, suh16, svh16)
+    error = dequantized - w.target
+    lost = (error.square().sum() / w.target.square().sum().clamp_min(1e-30)).double()
+    w.errors = torch.stack([proxy_error(error, w.target, w.matrix), lost])
     key, rate = w.member.key, w.member.rate
     tensors = {f"{key}.suh": suh16, f"{key}.svh": svh16, f"{key}.trellis": codec.pack(w.states, int(rate) if rate == int(rate) else rate)}
     if settings.codebook != "3inst":
@@ -148,17 +274,28 @@ def _finish(w: _Work, matrix: Tensor, calibrated: bool, settings: Settings) -> Q
         key=key,
         bits=rate,
         shape=(w.member.weight.shape[1], w.member.weight.shape[0]),
-        proxy_error=proxy_error(error, w.target, matrix),
-        weight_error=float(error.square().sum() / w.target.square().sum().clamp_min(1e-30)),
+        proxy_error=0.0,
+        weight_error=0.0,
         scale=w.scale,
         scale_searched=w.searched,
         out_scales=w.member.out_scales,
         damping=used,
         retries=0 if w.factor is None else w.factor.retries,
-        calibrated=calibrated,
+        calibrated=w.calibrated,
         seconds=0.0,
     )
-    return Quantized({name: t.cpu().contiguous() for name, t in tensors.items()}, report, w.values)
+    n_in, n_out = report.shape
+    w.states = w.values = None
+    return Quantized(tensors, report, dequantized[:n_in, :n_out].T)
+
+
+def _report(work: list[_Work], results: list[Quantized], seconds: float) -> None:
+    """What the device found out, fetched at once; time by size, for the matrices were worked on together."""
+    total = sum(w.target.numel() for w in work)
+    errors = torch.stack([w.errors for w in work if w.errors is not None]).tolist()
+    for w, result, (proxy, weight) in zip(work, results, errors):
+        result.report.proxy_error, result.report.weight_error = proxy, weight
+        result.report.seconds = seconds * w.target.numel() / total
 
 
 def _pad(w: Tensor) -> Tensor:

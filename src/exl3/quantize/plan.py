@@ -161,16 +161,23 @@ def check_resources(
 
 
 def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
-    """Peak bytes beside the streams: a block in fp32, the copies made for its largest group, its Hessian; the head likewise."""
+    """Peak bytes beside the streams: a block as stored and in fp32, the next one, the copies made for its largest group, its Hessian; the head likewise."""
     groups: dict[int, int] = {}
     for s in plan.specs:
         groups[s.group] = groups.get(s.group, 0) + s.weights
     layers = max((s.layer for s in plan.specs), default=0) + 1
-    block = 8 * sum(s.weights for s in plan.specs) // layers
+    block = 12 * sum(s.weights for s in plan.specs) // layers
     largest = max([*groups.values(), plan.head.weights])
     k = max(s.in_padded for s in [*plan.specs, plan.head])
     embedding = 4 * plan.embed_shape[0] * plan.embed_shape[1] if device.type == "cpu" else 0
     return block + 7 * 4 * largest + 6 * 4 * k * k + embedding + memory.workspace_bytes(model)
+
+
+def stream_room(plan: Plan, model: Any, device: torch.device) -> int:
+    """Bytes of calibration streams that may stay on `device` beside the work; 0 on the CPU, where they are anyway."""
+    if device.type == "cpu":
+        return 0
+    return memory.available_bytes(device) - memory.reserve_bytes(device) - 2 * working_bytes(plan, model, device)
 
 
 def _check_memory(parts: dict[str, int], device: torch.device) -> None:

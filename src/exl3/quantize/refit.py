@@ -50,14 +50,12 @@ def _refit_rows(base: Tensor, suh: Tensor, svh: Tensor, weighted: Tensor, hessia
     diagonal = system.diagonal()
     diagonal += 1e-6 * diagonal.mean()
     factor, info = torch.linalg.cholesky_ex(system)
-    if int(info) != 0:
-        return suh
     r = torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
-    return suh * torch.where(torch.isfinite(r) & (r > 0), r, torch.ones_like(r))
+    return suh * torch.where((info == 0) & torch.isfinite(r) & (r > 0), r, torch.ones_like(r))
 
 
-def proxy_error(error: Tensor, target: Tensor, hessian: Tensor) -> float:
-    """tr(E^T H E) / tr(W^T H W): the share of the layer's output energy that is lost on calibration inputs."""
+def proxy_error(error: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """tr(E^T H E) / tr(W^T H W), a float64 scalar on the device: the share of the output energy that is lost on calibration inputs."""
     energy = (target * (hessian @ target)).sum(dtype=torch.float64)
     lost = (error * (hessian @ error)).sum(dtype=torch.float64)
-    return float(lost / energy) if float(energy) > 0 else 0.0
+    return torch.where(energy > 0, lost / energy, torch.zeros_like(energy))

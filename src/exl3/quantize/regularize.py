@@ -77,8 +77,8 @@ def regularize(w: Tensor, input_signs: Tensor, output_signs: Tensor, *, out_scal
     w = w.float()
     columns = column_rms(w)
     empty = columns == 0
-    if out_scales and not bool(empty.all()):
-        mean = columns[~empty].mean()
+    if out_scales:
+        mean = columns.sum() / (~empty).sum().clamp_min(1)
         scale = torch.where(empty, torch.full_like(columns, _EMPTY_CHANNEL), columns / mean)
     else:
         scale = torch.ones_like(columns)

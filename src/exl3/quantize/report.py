@@ -26,6 +26,7 @@ class TensorReport:
     retries: int
     calibrated: bool
     seconds: float
+    on_host: bool = False  # too large for the device: its algebra was done in host memory
 
 
 @dataclass
@@ -67,6 +68,11 @@ class Report:
         return [t.key for t in self.tensors if not t.calibrated]
 
     @property
+    def on_host(self) -> list[str]:
+        """Tensors that did not fit the device and were worked on in host memory."""
+        return [t.key for t in self.tensors if t.on_host]
+
+    @property
     def retries(self) -> dict[str, int]:
         """Tensors whose Hessian needed more damping."""
         return {t.key: t.retries for t in self.tensors if t.retries}
@@ -78,8 +84,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, with the summaries above."""
         d = dataclasses.asdict(self)
-        d |= {"proxy_error": self.proxy_error, "fallbacks": self.fallbacks, "retries": self.retries, "dead_channels": self.dead_channels}
-        return d
+        names = ("proxy_error", "fallbacks", "on_host", "retries", "dead_channels")
+        return d | {name: getattr(self, name) for name in names}
 
     def write(self, path: str | Path) -> None:
         """JSON, through a temporary file."""
@@ -99,6 +105,8 @@ class Report:
         ]
         if self.fallbacks:
             rows.append(("not calibrated", f"{len(self.fallbacks)} tensors, first {self.fallbacks[0]}"))
+        if self.on_host:
+            rows.append(("in host memory", f"{len(self.on_host)} tensors, first {self.on_host[0]}"))
         if self.retries:
             rows.append(("extra damping", f"{len(self.retries)} tensors, first {next(iter(self.retries))}"))
         if self.dead_channels:

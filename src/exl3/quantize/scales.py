@@ -33,12 +33,12 @@ def table_scale(codebook: str, bits: float) -> float:
     return table[bits] * _TABLE_RMS
 
 
-def is_gaussian(tiles: Tensor) -> bool:
-    """Whether sample tiles `(count, 256)` of RMS 1 look iid Gaussian: even energies over tiles, no heavy tails."""
+def is_gaussian(tiles: Tensor) -> Tensor:
+    """Whether sample tiles `(count, 256)` of RMS 1 look iid Gaussian: even energies over tiles, no heavy tails. A bool on the device."""
     energy = tiles.square().mean(1)
     expected = math.sqrt(2 / tiles.shape[1])
     kurtosis = tiles.pow(4).mean() / tiles.square().mean().square() - 3
-    return bool((energy.std(unbiased=False) < _SPREAD * expected) & (kurtosis.abs() < _KURTOSIS))
+    return (energy.std(unbiased=False) < _SPREAD * expected) & (kurtosis.abs() < _KURTOSIS)
 
 
 def sample_tiles(rotated: Tensor, count: int = _SAMPLE_TILES) -> Tensor:
@@ -53,36 +53,47 @@ def sample_tiles(rotated: Tensor, count: int = _SAMPLE_TILES) -> Tensor:
     return view[index // (n // 16), :, index % (n // 16), :].reshape(-1, 256)
 
 
-def global_scale(
-    rotated: Tensor, codebook: str, bits: float, encode: Callable[[Tensor], tuple[Tensor, Tensor]], *, always_search: bool = False
-) -> tuple[float, bool]:
-    """-> (g, searched). `encode` is a quick encoder (a windowed first pass does) of tiles `(count, 256)`.
+def global_scales(
+    matrices: list[Tensor], codebook: str, bits: float, encode: Callable[[Tensor], tuple[Tensor, Tensor]], *, always_search: bool = False
+) -> list[tuple[float, bool]]:
+    """-> (g, searched) of each matrix. `encode` is a quick encoder (a windowed first pass does) of tiles `(count, 256)`.
 
-    rotated: (k, n) fp32, RMS 1 over its non-empty blocks.
+    matrices: rotated, (k, n) fp32, RMS 1 over their non-empty blocks. They are searched together: two calls, two waits for the device.
     """
     guess = table_scale(codebook, bits)
-    tiles = sample_tiles(rotated)
-    if not always_search and is_gaussian(tiles):
-        return guess, False
-    return _search(tiles * _FEEDBACK_GROWTH.get(bits, 1.0), guess, encode), True
+    samples = [sample_tiles(m) for m in matrices]
+    if always_search:
+        odd = [True] * len(samples)
+    else:
+        odd = [not normal for normal in torch.stack([is_gaussian(s) for s in samples]).tolist()]
+    wanted = [s * _FEEDBACK_GROWTH.get(bits, 1.0) for s, o in zip(samples, odd) if o]
+    found = iter(_search(wanted, guess, encode) if wanted else [])
+    return [(next(found), True) if o else (guess, False) for o in odd]
 
 
-def _search(tiles: Tensor, guess: float, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> float:
+def _search(samples: list[Tensor], guess: float, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[float]:
     """Least mean squared error over scales: a coarse pass on a third of the tiles, a fine one on all, then a parabola."""
+    factors = (0.4, 0.6, 0.8, 1.0, 1.2, 1.5)
+    coarse = [[guess * f for f in factors] for _ in samples]
+    errors = _errors([s[::3] for s in samples], coarse, encode)
+    centres = [scales[e.index(min(e))] for scales, e in zip(coarse, errors)]
+    fine = [[c * (1 + 0.06 * i) for i in (-2, -1, 0, 1, 2)] for c in centres]
+    errors = _errors(samples, fine, encode)
+    return [_vertex(scales, e) for scales, e in zip(fine, errors)]
 
-    def errors(sample: Tensor, scales: list[float]) -> list[float]:
-        batch = torch.cat([sample * s for s in scales])
-        _, values = encode(batch)
-        per = (values - batch).square().view(len(scales), -1).mean(1)
-        return [float(e) / s**2 for e, s in zip(per.tolist(), scales)]
 
-    coarse = [guess * f for f in (0.4, 0.6, 0.8, 1.0, 1.2, 1.5)]
-    e = errors(tiles[::3], coarse)
-    centre = coarse[e.index(min(e))]
-    step = 0.06 * centre
-    fine = [centre + step * i for i in (-2, -1, 0, 1, 2)]
-    e = errors(tiles, fine)
-    i = min(max(e.index(min(e)), 1), 3)
-    curve = e[i - 1] - 2 * e[i] + e[i + 1]
-    shift = 0.5 * (e[i - 1] - e[i + 1]) / curve if curve > 0 else 0.0
-    return max(0.01, fine[i] + step * min(max(shift, -0.5), 0.5))
+def _errors(samples: list[Tensor], scales: list[list[float]], encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[list[float]]:
+    """Mean squared error of each sample at each of its scales, in units of the sample."""
+    batch = torch.cat([sample * s for sample, row in zip(samples, scales) for s in row])
+    squares = (encode(batch)[1] - batch).square().mean(1)
+    parts = squares.split([len(sample) for sample, row in zip(samples, scales) for _ in row])
+    means = iter(torch.stack([part.mean() for part in parts]).tolist())
+    return [[next(means) / s**2 for s in row] for row in scales]
+
+
+def _vertex(scales: list[float], errors: list[float]) -> float:
+    """Least point of the parabola through the best of five even steps and its neighbours."""
+    i = min(max(errors.index(min(errors)), 1), 3)
+    curve = errors[i - 1] - 2 * errors[i] + errors[i + 1]
+    shift = 0.5 * (errors[i - 1] - errors[i + 1]) / curve if curve > 0 else 0.0
+    return max(0.01, scales[i] + (scales[1] - scales[0]) * min(max(shift, -0.5), 0.5))
