@@ -206,3 +206,15 @@ def test_scale_comes_from_the_table_unless_tiles_are_odd():
 def test_table_is_the_published_one():
     assert table_scale("mul1", 4) == pytest.approx(0.74 * 1.24371, rel=1e-4)
     assert table_scale("mcg", 2) == pytest.approx(1.2437, rel=1e-4)
+
+
+def test_a_matrix_comes_out_the_same_whatever_stands_beside_it_and_where_it_is_cut(monkeypatch):
+    monkeypatch.setattr("exl3.quantize.ldlq.PIECE", 32)
+    g = torch.Generator().manual_seed(6)
+    h, deep = correlated(256), correlated(384, seed=1)
+    factor, other = block_ldl(h, 0.025, torch.ones(256)), block_ldl(deep, 0.025, torch.ones(384))
+    w, long = torch.randn(256, 128, generator=g), torch.randn(384, 48, generator=g)
+    [alone] = ldlq([Problem(w, factor.lower)], grid(0.5))
+    mixed = ldlq([Problem(long, other.lower), Problem(w[:, :64], factor.lower), Problem(w[:, 64:], factor.lower)], grid(0.5))
+    assert torch.equal(alone.values, torch.cat([mixed[1].values, mixed[2].values], 1))
+    assert torch.equal(mixed[0].values, ldlq([Problem(long, other.lower)], grid(0.5))[0].values)

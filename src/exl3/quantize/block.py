@@ -136,7 +136,8 @@ def quantize_block(
     waiting: list[Group] = []  # with one capture for all, matrices of the whole block are worked on together
     for group in groups:
         name, first = group[0]
-        hessian, sample = statistics.pop(name, None) or _capture_group(block, name, first, streams, policy, plain, linears)
+        captured = statistics.pop(name) if name in statistics else _capture_group(block, name, first, streams, policy, plain, linears)
+        hessian, sample = captured
         if hessian.dead_channels:
             result.block.dead_channels[name] = hessian.dead_channels
         members = []

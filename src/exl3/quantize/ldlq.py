@@ -1,7 +1,8 @@
 """LDLQ: quantize 16 rows at a time from the last to the first, each time moving the error already made into the rows still to come.
 
 Quantizer description, section 6.2. Matrices of one rate go in step, so that one encoder call serves all of them; those with as many rows
-share their buffers. Products are made matrix by matrix: what stands beside a matrix doesn't change its bytes. Nothing waits for the device.
+share their buffers. Products are made piece by piece of each matrix: what stands beside it, and where, doesn't change its bytes. Nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from exl3.quantize.ldl import BLOCK
 
 SPAN = 128  # rows after which the error is folded into all rows above by one large product
+PIECE = 2048  # columns of a product, whatever the matrix has: a matrix may be cut at these places and come out the same
 
 # tiles (count, 256) fp32 in stream order -> (states (count, 256) int16, values (count, 256) fp32)
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -37,57 +39,52 @@ class Solution:
 
 
 class _Stack:
-    """Matrices with the same number of rows, side by side."""
+    """Matrices with the same number of rows, side by side, in pieces of at most PIECE columns."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        self.lowers = [p.lower for p in problems]
         sizes = [p.rotated.shape[1] for p in problems]
-        self.columns = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        self.error = torch.cat([p.rotated for p in problems], 1)  # the matrix itself in rows still to come, W - Q in finished ones
-        self.rows, width = self.error.shape
+        self.matrices = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        self.pieces = [
+            (p.lower, slice(c, min(c + PIECE, end)))
+            for p, (start, end) in zip(problems, self.matrices)
+            for c in range(start, end, PIECE)
+            if p.lower is not None
+        ]
+        self.original = torch.cat([p.rotated for p in problems], 1)
+        self.rows, width = self.original.shape
         self.tiles = width // BLOCK
-        self.values = torch.empty_like(self.error)
-        self.states = torch.empty(self.rows // BLOCK, self.tiles, BLOCK * BLOCK, dtype=torch.int16, device=self.error.device)
-        self.target = self.error.new_empty(min(SPAN, self.rows), width)
+        self.values = self.original.clone()  # finished rows; targets in those still to come
+        self.states = torch.empty(self.rows // BLOCK, self.tiles, BLOCK * BLOCK, dtype=torch.int16, device=self.original.device)
+        self.error = self.original.new_empty(min(SPAN, self.rows), width)  # of the present span
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.error, self.values, self.states, self.target))
-
-    def span_of(self, row: int) -> tuple[int, int]:
+    def _span(self, row: int) -> tuple[int, int]:
         end = self.rows - (self.rows - row - 1) // SPAN * SPAN
         return max(0, end - SPAN), end
 
     def prepare(self, row: int, tiles: Tensor) -> None:
         """Targets of the rows `row` .. `row` + 15, in stream order, into `tiles` (count, 256)."""
-        start, span_end = self.span_of(row)
+        start, span_end = self._span(row)
         end = row + BLOCK
-        if end == span_end:
-            self._open_span(start, end)
-        else:
-            for lower, c in zip(self.lowers, self.columns):
-                if lower is not None:
-                    self.target[row - start : end - start, c].addmm_(lower[end:span_end, row:end].T, self.error[end:span_end, c])
-        block = self.target[row - start : end - start].view(2, 4, 2, self.tiles, 2, 8)  # row 3, row 1-2, row 0, | column 3, column 0-2
+        if end < span_end:
+            for lower, c in self.pieces:
+                self.values[row:end, c].addmm_(lower[end:span_end, row:end].T, self.error[end - start : span_end - start, c])
+        block = self.values[row:end].view(2, 4, 2, self.tiles, 2, 8)  # row 3, row 1-2, row 0, | column 3, column 0-2
         tiles.view(self.tiles, 8, 4, 2, 2, 2).copy_(block.permute(3, 5, 1, 4, 0, 2))
 
-    def _open_span(self, start: int, end: int) -> None:
-        for lower, c in zip(self.lowers, self.columns):
-            rows, target = self.error[start:end, c], self.target[: end - start, c]
-            if lower is None or end == self.rows:
-                target.copy_(rows)
-            else:
-                torch.addmm(rows, lower[end:, start:end].T, self.error[end:, c], out=target)
-
     def take(self, row: int, states: Tensor, values: Tensor) -> None:
-        """The encoder's answer for these rows."""
+        """The encoder's answer for these rows; behind the last of a span, the rows above learn of its errors."""
+        start, span_end = self._span(row)
+        end = row + BLOCK
         self.states[row // BLOCK] = states
-        rows = self.values[row : row + BLOCK]
+        rows = self.values[row:end]
         rows.view(2, 4, 2, self.tiles, 2, 8).permute(3, 5, 1, 4, 0, 2).copy_(values.view(self.tiles, 8, 4, 2, 2, 2))
-        self.error[row : row + BLOCK].sub_(rows)
+        torch.sub(self.original[row:end], rows, out=self.error[row - start : end - start])
+        if row == start > 0:
+            for lower, c in self.pieces:
+                self.values[:start, c].addmm_(lower[start:span_end, :start].T, self.error[: span_end - start, c])
 
     def solutions(self) -> list[Solution]:
-        return [Solution(self.states[:, c.start // BLOCK : c.stop // BLOCK], self.values[:, c]) for c in self.columns]
+        return [Solution(self.states[:, a // BLOCK : b // BLOCK], self.values[:, a:b]) for a, b in self.matrices]
 
 
 def ldlq(problems: list[Problem], encode: Encode, progress: Callable[[int], None] | None = None) -> list[Solution]:
@@ -95,19 +92,21 @@ def ldlq(problems: list[Problem], encode: Encode, progress: Callable[[int], None
     by_rows: dict[int, list[int]] = {}
     for i, p in enumerate(problems):
         by_rows.setdefault(p.rotated.shape[0], []).append(i)
+    depth = max(by_rows)
     stacks = [_Stack([problems[i] for i in members]) for members in by_rows.values()]
+    del problems  # the stacks hold copies
     told = 0
-    for step in range(1, max(by_rows) // BLOCK + 1):
+    for step in range(1, depth // BLOCK + 1):
         active = [s for s in stacks if BLOCK * step <= s.rows]
         counts = [s.tiles for s in active]
-        tiles = stacks[0].error.new_empty(sum(counts), BLOCK * BLOCK)
+        tiles = stacks[0].original.new_empty(sum(counts), BLOCK * BLOCK)
         for s, part in zip(active, tiles.split(counts)):
             s.prepare(s.rows - BLOCK * step, part)
         states, values = encode(tiles)
         for s, st, v in zip(active, states.split(counts), values.split(counts)):
             s.take(s.rows - BLOCK * step, st, v)
         told += tiles.numel()
-        if progress is not None and (step % (SPAN // BLOCK) == 0 or step == max(by_rows) // BLOCK):
+        if progress is not None and (step % (SPAN // BLOCK) == 0 or step == depth // BLOCK):
             progress(told)
             told = 0
     found = [solution for s in stacks for solution in s.solutions()]

@@ -85,10 +85,8 @@ def quantize_groups(
     by_rate = [[w for w in work if w.member.rate == rate] for rate in dict.fromkeys(w.member.rate for w in work)]
     for same in by_rate:
         _scale(same, encode, settings)
-        problems = [w.problem() for w in same]
-        solutions = ldlq(problems, _bound(encode, same[0].member.rate, settings.seam_window), progress)
-        del problems
-        for w, solution in zip(same, solutions):
+        solve = _bound(encode, same[0].member.rate, settings.seam_window)
+        for w, solution in zip(same, ldlq([w.problem() for w in same], solve, progress)):
             w.states, w.values = solution.states, solution.values
     results = [_finish(w, settings) for w in work]
     _report(work, results, time.monotonic() - started)
@@ -201,7 +199,8 @@ def _scale(work: list[_Work], encode: EncodeAt, settings: Settings) -> None:
     """Brings matrices of one rate to their size in codebook units."""
     rate = work[0].member.rate
     quick = _bound(encode, rate, _QUICK_WINDOW)
-    scales = global_scales([w.rotated for w in work if w.rotated is not None], settings.codebook, rate, quick, always_search=settings.search_scale)
+    rotated = [w.rotated for w in work if w.rotated is not None]
+    scales = global_scales(rotated, settings.codebook, rate, quick, always_search=settings.search_scale)
     for w, (g, searched) in zip(work, scales):
         w.suh.div_(g)
         w.scale, w.searched = g, searched
@@ -218,7 +217,9 @@ def _check_ranges(work: list[_Work]) -> None:
     largest = torch.stack([torch.maximum(w.suh.abs().max(), w.svh.abs().max()) for w in work]).tolist()
     for w, value in zip(work, largest):
         if not value < FP16_MAX / 4:  # also NaN; the refit moves scales a little
-            raise NumericalError(f"{w.member.key}: weights need a channel scale of {value:.3g}, more than fp16 holds; rescale the source model")
+            raise NumericalError(
+                f"{w.member.key}: weights need a channel scale of {value:.3g}, more than fp16 holds; rescale the source model"
+            )
 
 
 @dataclass

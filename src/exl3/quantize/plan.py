@@ -161,7 +161,8 @@ def check_resources(
 
 
 def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
-    """Peak bytes beside the streams: a block as stored and in fp32, the next one, the copies made for its largest group, its Hessian; the head likewise."""
+    """Peak bytes beside the streams: a block as stored and in fp32, the next one, copies of the largest group, its Hessian; the head
+    likewise."""
     groups: dict[int, int] = {}
     for s in plan.specs:
         groups[s.group] = groups.get(s.group, 0) + s.weights
