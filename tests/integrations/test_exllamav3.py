@@ -130,8 +130,8 @@ def test_as_tabbyapi_calls_it(model_dir, whole):
         async def job(sampler, **options):
             made = AsyncJob(
                 generator, sampler=sampler, input_ids=[ids], min_new_tokens=0, token_healing=False, decode_special_tokens=True,
-                banned_strings=[], embeddings=[], return_top_tokens=2, return_probs=True, max_rq_tokens=256, stop_on_loop=(800, 2),
-                **options,
+                banned_strings=[], embeddings=[], return_top_tokens=2, return_probs=True, stop_on_loop=(800, 2),
+                **{"max_rq_tokens": 256, **options},
             )  # fmt: skip
             results = [r async for r in made]
             assert made.queue.empty() and not made.cancelled
@@ -160,7 +160,7 @@ def test_as_tabbyapi_calls_it(model_dir, whole):
             held = await job(CustomSampler([*steps, SS_Sample()]), max_new_tokens=20, stop_conditions=[257], filters=[grammar])
             assert "".join(r.get("text", "") for r in held) in ("yes", "no")
         with pytest.raises(AssertionError, match="cannot be enqueued"):
-            AsyncJob(generator, sampler=CustomSampler([SS_Argmax()]), input_ids=[ids], max_new_tokens=2000, stop_conditions=[])
+            await job(CustomSampler([SS_Argmax()]), max_new_tokens=2000, stop_conditions=[], max_rq_tokens=None)
         gone = AsyncJob(generator, sampler=CustomSampler([SS_Argmax()]), input_ids=[ids], max_new_tokens=500, stop_conditions=[])
         await gone.cancel()
         while not gone.queue.empty():

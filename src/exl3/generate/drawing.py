@@ -51,6 +51,7 @@ class Drawer:
                         if isinstance(mask, Future):
                             mask.result()
                     out[i] = job.forced.pop(0)
+                    job.was_forced = True
                     continue
                 if job.filters or job.blocked or job.healing or job.min_new_tokens > job.new_tokens:
                     self._restrict(logits[row], job)

@@ -165,7 +165,8 @@ class LLGuidanceFilter(Filter):
         if self.matcher.is_error():
             raise ArgumentError(f"grammar: {self.matcher.get_error()}")
 
-    def get_next_logit_mask(self) -> np.ndarray | None:
+    def get_next_logit_mask(self) -> torch.Tensor | None:
+        """Words (n,) int32, one bit per id; overwritten by the next call."""
         if self.matcher.is_stopped():
             return self._only_eos()
         import llguidance.numpy
@@ -173,13 +174,13 @@ class LLGuidanceFilter(Filter):
         llguidance.numpy.fill_next_token_bitmask(self.matcher, self._words, 0)
         if self.matcher.is_error():
             raise ArgumentError(f"grammar: {self.matcher.get_error()}")
-        return self._words[0]
+        return torch.from_numpy(self._words[0])
 
-    def _only_eos(self) -> np.ndarray:
+    def _only_eos(self) -> torch.Tensor:
         words = np.zeros(self._words.shape[1], np.uint32)
         for token in self.job.stop_tokens or {self._table.eos_token}:
             words[token // 32] |= np.uint32(1 << token % 32)
-        return words.view(np.int32)
+        return torch.from_numpy(words.view(np.int32))
 
     def is_completed(self) -> bool:
         return bool(self.matcher.is_stopped())  # true as soon as only the end token could follow

@@ -97,9 +97,11 @@ class Generator(Conveniences):
         self.recurrent_cache = None
         self.recurrent_checkpoint_interval = 0
         self.closed: Exception | None = None
+        self.job_serial = 0  # of the newest job
         self._lock = threading.RLock()
         self._inbox: deque[Job] = deque()
         self._cancelled: deque[Job] = deque()
+        self._changes: deque[tuple[Job, Callable[[], None]]] = deque()  # to jobs' settings, by any thread
         self._workers: ThreadPoolExecutor | None = None
         self._retry = True  # something changed since a waiting job last found no room
         self._cooldown = 0
@@ -128,6 +130,7 @@ class Generator(Conveniences):
         for f in job.filters:
             f.attach(job)
         self._inbox.append(job)
+        self.job_serial = job.serial_number
         return job.serial_number
 
     def cancel(self, job: Job) -> None:
@@ -141,6 +144,10 @@ class Generator(Conveniences):
                 self._apply_cancellations()
             finally:
                 self._lock.release()
+
+    def later(self, job: Job, change: Callable[[], None]) -> None:
+        """Runs `change` before the next step; if it raises, the job ends with that error."""
+        self._changes.append((job, change))
 
     def num_pending_jobs(self) -> int:
         """Jobs that wait for room."""
@@ -185,6 +192,7 @@ class Generator(Conveniences):
             while self._inbox:
                 self.pending_jobs.append(self._inbox.popleft())
                 self._retry = True
+            self._apply_changes(results)
             try:
                 self._step(results)
             except Exception as error:
@@ -214,6 +222,18 @@ class Generator(Conveniences):
                 if job in queue:
                     queue.remove(job)
             self._leave(job)
+
+    def _apply_changes(self, results: list[Result]) -> None:
+        while self._changes:
+            job, change = self._changes.popleft()
+            if job.is_finished:
+                continue
+            try:
+                change()
+            except Exception as error:
+                if job in self.pending_jobs:
+                    self.pending_jobs.remove(job)
+                self._fail(job, error, results)
 
     def _leave(self, job: Job) -> None:
         """The job gives its pages back and is finished."""
@@ -305,8 +325,8 @@ class Generator(Conveniences):
             self.cache.copy_page(source, target)
             self._drafting(lambda drafter: drafter.copy_page(source, target))
         if not job.time_start:
-            job.time_start = time.perf_counter()
-            job.cached_pages, job.cached_tokens = found.cached_pages, found.cached
+            job.time_start, job.time_first_prefill = time.perf_counter(), time.time()
+            job.cached_pages, job.tokens_from_cache = found.cached_pages, found.cached
             results.append(job.result("started"))
         job.moved()
         self._request_masks(job)
@@ -369,7 +389,7 @@ class Generator(Conveniences):
             if job.draft_cached == job.cached:
                 job.draft_cached += PAGE
             job.cached += PAGE
-            job.cached_tokens += PAGE
+            job.tokens_from_cache += PAGE
             job.cached_pages += 1
             job.moved()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from exl3.generate.stream import Rewind, Stream, Token
 from exl3.generate.text import LoopDetector, Pieces
 
 _serials = itertools.count(1)
+
 
 
 class ContextLengthError(JobTooLargeError, ArgumentError):
@@ -66,6 +68,8 @@ class Job:
     clamp             lower max_new_tokens to what fits in place of an error
     identifier        returned in every result
     """
+
+    join_emoji = True  # an emoji is handed out once nothing more can join it
 
     def __init__(
         self,
@@ -117,10 +121,10 @@ class Job:
         self.max_rq_tokens = max_rq_tokens
         self.loop = LoopDetector(*stop_on_loop) if stop_on_loop else None
         self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF
-        self.set_sampler(sampler or DefaultSampler())
         self.serial_number = next(_serials)
         # engine state
         self.generator: Any = None
+        self.set_sampler(sampler or DefaultSampler())
         self.pieces: Pieces | None = None
         self.ids = self.prompt  # buffer of all tokens, `n` of them used, of which `cached` have keys and values
         self.n = self.cached = 0
@@ -133,7 +137,7 @@ class Job:
         self.skips = 0
         self.new_tokens = 0
         self.stint_end = 0  # n at which the reservation ends
-        self.cached_pages = self.cached_tokens = 0
+        self.cached_pages = self.tokens_from_cache = 0
         self.is_finished = False
         self.is_requeued = False
         self.cancelled = False
@@ -141,7 +145,9 @@ class Job:
         self.eos: dict[str, Any] | None = None
         self.attempt = 0  # rewinds so far: a retried position draws afresh
         self.blocked: dict[int, set[int]] = {}  # position -> tokens a banned string has ruled out there
-        self.forced: list[int] = []
+        self.forced: list[int] = []  # what constrain_output_now still asks for
+        self.was_forced = False  # the token to be committed came from there
+        self.filters_suspended = False
         self.memory: dict[Any, Any] = {}  # what stateful sampler steps keep
         self.memory_before: dict[Any, Any] = {}  # the same before the last draw, and before the draw at each place that may be taken back
         self.memories: dict[int, dict[Any, Any]] = {}
@@ -153,53 +159,85 @@ class Job:
         self.draft_cached = 0
         self.masks: list[Any] = []  # futures or masks of the filters for the next token
         self.time_enqueue = self.time_start = self.time_first = self.time_last = 0.0
+        self.time_first_prefill: float | None = None  # seconds since the epoch, for progress displays
 
-    # settings that may change while the job runs
+    # settings that may change while the job runs: they count from the next token on
+
+    def _change(self, apply: Callable[[], None]) -> None:
+        """Runs `apply` now, or before the next step once the job is enqueued: no thread may touch what a step is using."""
+        if self.generator is None:
+            apply()
+        elif not self.is_finished:
+            self.generator.later(self, apply)
 
     def set_sampler(self, sampler: Sampler) -> None:
-        """Replaces the sampler from the next token on."""
+        """Replaces the sampler."""
         if not isinstance(sampler, Sampler):
             raise ArgumentError(f"sampler: a CustomSampler is needed, got {type(sampler).__name__}")
+        self._change(lambda: self._take_sampler(sampler))
+
+    def _take_sampler(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.plan: Plan = sampler.plan()
         self.plain_sampler = self.plan.params is not None and not self.plan.before and not self.plan.history
         self._params: bytes | None = None
 
     def set_filters(self, filters: Sequence[Any] | None) -> None:
-        """Replaces the filters from the next token on."""
-        self.filters = list(filters or ())
-        self.masks = []
-        for f in self.filters:
-            f.attach(self)
+        """Replaces the filters; each begins afresh."""
+        given = list(filters or ())
+        self._change(lambda: self._take_filters(given))
+
+    def _take_filters(self, filters: list[Any]) -> None:
+        for mask in self.masks:
+            if isinstance(mask, Future):
+                mask.exception()  # a filter may be attached again: none may still be at work
+        self.filters, self.masks, self.filters_suspended, self.was_forced = filters, [], False, False
+        if self.generator is not None:
+            for f in filters:
+                f.attach(self)
 
     def set_banned_strings(self, banned_strings: Sequence[str] | None) -> None:
-        """Replaces the banned strings from the next token on."""
-        self.banned_strings = list(banned_strings or ())
-        self.stream.set_banned(self.banned_strings)
+        """Replaces the banned strings; text that only the old ones held is released."""
+        self._change(lambda: self._take_banned(list(banned_strings or ())))
+
+    def _take_banned(self, banned_strings: list[str]) -> None:
+        self.banned_strings = banned_strings
+        if self.generator is not None:
+            self.stream.set_banned(banned_strings)
 
     def constrain_output_now(self, tokens: Any) -> None:
-        """The next tokens are these, whatever the sampler would draw: ids or a (1, n) tensor, or a string."""
+        """The next tokens are these, whatever the sampler would draw: ids, a (1, n) tensor, or text. Filters follow them; those that do not
+        allow them are switched off (`filters_suspended`) until `set_filters`."""
         if isinstance(tokens, str):
             if getattr(self, "tokenizer", None) is None:
                 raise ArgumentError("constrain_output_now: text needs a running job with a tokenizer; pass ids")
             tokens = self.tokenizer.encode(tokens, add_bos=False)
-        self.forced = as_ids(tokens).tolist()
+        forced = as_ids(tokens).tolist()
+        if self.generator is not None:
+            self._check_vocabulary("constrain_output_now", forced)
+        self._change(lambda: setattr(self, "forced", forced))
+
+    def _check_vocabulary(self, what: str, ids: Any) -> None:
+        vocab = self.generator.vocab_size
+        wrong = next((int(i) for i in ids if i >= vocab), None)
+        if wrong is not None:
+            raise ArgumentError(f"{what}: {wrong} is outside the vocabulary of {vocab} tokens")
 
     # set-up
 
     def prepare(self, generator: Any) -> None:
         """Resolves what depends on the generator. Raises for what can't work; called by `Generator.enqueue`."""
         self.generator, self.tokenizer = generator, generator.tokenizer
-        vocab = generator.vocab_size
         if len(self.prompt) == 0:
             if generator.bos_token_id is None:
                 raise ArgumentError("input_ids: the prompt is empty and the model has no BOS token to stand in; pass at least one token")
             self.prompt = np.array([generator.bos_token_id], np.int32)
-        wrong = self.prompt[self.prompt >= vocab]
-        if len(wrong):
-            raise ArgumentError(f"input_ids: {int(wrong[0])} is outside the vocabulary of {vocab} tokens")
+        self._check_vocabulary("input_ids", self.prompt[self.prompt >= generator.vocab_size])
+        self._check_vocabulary("constrain_output_now", self.forced)
         context = generator.max_context
         if len(self.prompt) > context:
+            if generator.context_is_cache:
+                generator.pagetable.check_fits(len(self.prompt))  # says it in pages
             raise ContextLengthError(
                 f"input_ids: the prompt has {len(self.prompt)} tokens, the context holds {context}: it cannot be enqueued; "
                 "shorten it, or load with a larger max_tokens"
@@ -216,7 +254,7 @@ class Job:
         self.stop_strings = [s for s in conditions if isinstance(s, str) and s]
         if (self.stop_strings or self.banned_strings or self.token_healing) and pieces is None:
             raise ArgumentError("stop strings, banned strings and token healing need a tokenizer; this model directory has none")
-        self.stream = Stream(pieces or Pieces([]), self.stop_strings, self.banned_strings, self.decode_special_tokens)
+        self.stream = Stream(pieces or Pieces([]), self.stop_strings, self.banned_strings, self.decode_special_tokens, self.join_emoji)
         assert self.max_new_tokens is not None
         self.ids = np.zeros(len(self.prompt) + self.max_new_tokens + 1, np.int32)
         self.n = len(self.prompt)
@@ -257,6 +295,11 @@ class Job:
     def rq_prompt_tokens(self) -> int:
         """Tokens of the original prompt."""
         return len(self.prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the cache, those of whole pages included."""
+        return self.tokens_from_cache
 
     @property
     def draft_stats(self) -> dict[str, int]:
@@ -335,8 +378,7 @@ class Job:
             self.memories.clear()
         if outcome is None and not self.filters and self.loop is None and self.new_tokens < self.max_new_tokens:  # type: ignore[operator]
             return
-        for f in self.filters:
-            f.feed(token)
+        self._feed_filters(token)
         looped = self.loop is not None and self.loop.push(token)
         if outcome is not None:
             self._end_with("stop_string", outcome)
@@ -346,6 +388,16 @@ class Job:
             self._finish_text("loop_detected")
         elif self.new_tokens >= (self.max_new_tokens or 0):
             self._finish_text("max_new_tokens")
+
+    def _feed_filters(self, token: int) -> None:
+        forced, self.was_forced = self.was_forced, False
+        try:
+            for f in self.filters:
+                f.feed(token)
+        except Exception:
+            if not forced:
+                raise
+            self.filters, self.masks, self.filters_suspended = [], [], True
 
     def _finish_text(self, reason: str) -> None:
         found = self.stream.finish()
@@ -457,7 +509,7 @@ class Job:
             time_prefill=first - start,
             time_generate=self.time_last - first,
             cached_pages=self.cached_pages,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.tokens_from_cache,
         )
         if self.limited_by:
             made["clamped"] = True

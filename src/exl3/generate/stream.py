@@ -33,10 +33,13 @@ class Rewind:
 class Stream:
     """push(token) -> None, a stop string, or a Rewind; take() -> what was released since the last take; finish() at the end."""
 
-    def __init__(self, pieces: Pieces, stops: Iterable[str] = (), banned: Iterable[str] | None = None, special: bool = False) -> None:
+    def __init__(
+        self, pieces: Pieces, stops: Iterable[str] = (), banned: Iterable[str] | None = None, special: bool = False, join_emoji: bool = True
+    ) -> None:
         self.stops = StopStrings(stops)
         self.banned = BannedStrings(banned or ())
-        self.detok = Detokenizer(pieces, special, join_emoji=not self.banned.banned)
+        self.join_emoji = join_emoji
+        self.detok = Detokenizer(pieces, special, join_emoji=join_emoji and not self.banned.banned)
         self.pending: deque[Token] = deque()
         self._certain = 0  # code points the detokenizer gave out
         self._released = 0  # code points handed on
@@ -48,7 +51,7 @@ class Stream:
     def set_banned(self, banned: Iterable[str] | None) -> None:
         """Replaces the banned strings; what only the old ones held is released with the next token."""
         self.banned = BannedStrings(banned or ())
-        self.detok.join_emoji = not self.banned.banned
+        self.detok.join_emoji = self.join_emoji and not self.banned.banned
 
     def push(self, token: int, extra: Any = None, data: bytes | None = None) -> str | Rewind | None:
         """`data`: bytes to add in place of the token's own (token healing)."""

@@ -174,13 +174,30 @@ class Model:
             cache=cache.inner,
         )
 
-    def warmup(self, cache: Any = None, **kwargs: Any) -> list[str]:
-        """Nothing is compiled or measured at run time, so one pass warms all up. Labels of passes that failed."""
-        try:
-            self.forward(torch.tensor([[0]]))
-            return []
-        except Exception as error:
-            return [f"one token: {error}"]
+    def warmup(
+        self,
+        cache: Any = None,
+        max_chunk_size: int = 2048,
+        max_batch_size: int = 8,
+        max_q_len: int = 16,
+        long_context: bool = True,
+        progressbar: bool = False,
+        callback: Callable[[int, int], None] | None = None,
+        verbose: bool = False,
+    ) -> list[str]:
+        """One prompt chunk and one token: nothing is compiled at run time, but libraries and kernels are loaded here. Labels of passes that
+        failed."""
+        failed = []
+        for done, rows in enumerate((1, min(max_chunk_size, 64))):
+            if callback is not None:
+                callback(done, 2)
+            try:
+                self.forward(torch.zeros(1, rows, dtype=torch.long))
+            except Exception as error:
+                failed.append(f"{rows} tokens: {error}")
+        if callback is not None:
+            callback(2, 2)
+        return failed
 
     def lm_head_argmax(self, state: Tensor, params: dict[str, Any] | None = None) -> Tensor:
         """Refused: no drafter that needs it is supported."""

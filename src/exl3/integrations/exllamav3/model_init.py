@@ -22,7 +22,8 @@ _REFUSED: list[tuple[tuple[str, ...], Any]] = [
     (("-or", "--override"), None), (("-layer_map", "--layer_map"), None), (("-tp", "--tensor_parallel"), False),
     (("-mcl", "--moe_cpu_layers"), 0), (("-mcs", "--moe_cpu_split"), 0), (("-mcpa", "--moe_cpu_pinned_arena"), False),
     (("-embd", "--embed_disk"), False), (("-dcd", "--disk_cache_dir"), None), (("-mtp", "--mtp_draft"), False),
-    (("-ngram_corpus", "--ngram_corpus"), None),
+    (("-ngram_corpus", "--ngram_corpus"), None), (("-hdt", "--hybrid_draft_tokens"), 0), (("-sdh", "--sparse_draft_head"), 0),
+    (("-dmcl", "--draft_moe_cpu_layers"), 0),
 ]  # fmt: skip
 # options that change nothing here
 _IGNORED: list[tuple[tuple[str, ...], Any, type | None]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from exl3.generate.filters import Filter, LLGuidanceFilter
 
 __all__ = ["Filter", "LLGuidanceFilter"]
 
+llguidance_available = importlib.util.find_spec("llguidance") is not None
 FIRST_MM_EMBEDDING_INDEX = 1_000_000_000
 
 
@@ -94,8 +96,6 @@ class VariantSafetensorsCollection:
 def refuse_transformers() -> None:
     """Loads the transformers integration if this build of exl3 has one."""
     try:
-        import importlib
-
         importlib.import_module("exl3.integrations.transformers")
     except ImportError:
         raise UnsupportedError("exllamav3.integration.transformers: this build of exl3 has no transformers integration") from None
