@@ -9,10 +9,16 @@ import torch
 
 from exl3.integrations import exllamav3 as shim
 
-ROOT = """Config Model Tokenizer MMEmbedding Cache CacheLayer_fp16 CacheLayer_quant Generator Job AsyncGenerator AsyncJob Filter FormatronFilter
-LLGuidanceFilter Sampler CustomSampler SS_Base SS_Argmax SS_Sample SS_Sample_mn SS_Temperature SS_Normalize SS_Sort SS_MinP SS_TopK SS_TopP SS_NoOp
-SS_RepP SS_PresFreqP SS_DRY SS_XTC SS_AdaptiveP SS_BanTokens SS_LogitBias DefaultSampler ArgmaxSampler GreedySampler CategoricalSampler GumbelSampler
-TopKSampler TopPSampler ComboSampler AdaptivePSampler xtc_default_protected_token_ids dry_default_sequence_breaker_tokens
+
+def named(**parameters):
+    return parameters
+
+
+ROOT = """Config Model Tokenizer MMEmbedding Cache CacheLayer_fp16 CacheLayer_quant Generator Job AsyncGenerator AsyncJob Filter
+FormatronFilter LLGuidanceFilter Sampler CustomSampler SS_Base SS_Argmax SS_Sample SS_Sample_mn SS_Temperature SS_Normalize SS_Sort SS_MinP
+SS_TopK SS_TopP SS_NoOp SS_RepP SS_PresFreqP SS_DRY SS_XTC SS_AdaptiveP SS_BanTokens SS_LogitBias DefaultSampler ArgmaxSampler GreedySampler
+CategoricalSampler GumbelSampler TopKSampler TopPSampler ComboSampler AdaptivePSampler
+xtc_default_protected_token_ids dry_default_sequence_breaker_tokens
 dry_sequence_breaker_tokens __version__"""
 SAMPLERS = ROOT[ROOT.index("Sampler CustomSampler") :].replace("__version__", "")
 MODULES = {
@@ -33,84 +39,85 @@ MODULES = {
     "util.memory": "free_mem",
     "constants": "PAGE_SIZE MAX_MLP_INTERMEDIATE",
 }
-GENERATOR = dict(
+GENERATOR = named(
     max_batch_size=256, max_chunk_size=2048, shared_chunk_size=None, prefill_cooldown=4, max_q_size=8, draft_model=None, draft_cache=None,
     num_draft_tokens=None, dynamic_draft_tokens=False, draft_confidence=0.4, ngram_match_min=0, ngram_corpus=None, hybrid_draft_tokens=0,
     draft_max_rows=0, sparse_draft_head=0, record_draft_stats=False, enable_defrag=True, show_visualizer=False, cpu_cache_size=0,
     disk_cache_dir=None, disk_cache_size=50 << 30, disk_cache_flush_on_idle=True, disk_cache_checkpoint_interval=4096,
     disk_cache_write_interval=2.0, recurrent_cache_size=4 << 30, recurrent_checkpoint_interval=None, recurrent_checkpoint_interval_pp=32768,
 )  # fmt: skip
-JOB = dict(
+JOB = named(
     max_new_tokens=None, min_new_tokens=0, max_skips=4, sampler=None, seed=None, stop_conditions=None, decode_special_tokens=False,
     return_top_tokens=0, return_logits=False, return_probs=False, filters=None, token_healing=False, identifier=None, banned_strings=None,
     embeddings=None, max_rq_tokens=None, stop_on_loop=None, rq_state=None,
 )  # fmt: skip
-LOAD = dict(
-    device=None, reserve_per_device=None, use_per_device=None, tensor_p=False, tp_output_device=None, tp_backend="native", tp_dev_limits=None,
-    tp_options=None, max_chunk_size=2048, max_batch_size=1, max_output_size=32, max_output_factor=1, autosplit_no_forward=False,
+LOAD = named(
+    device=None, reserve_per_device=None, use_per_device=None, tensor_p=False, tp_output_device=None, tp_backend="native",
+    tp_dev_limits=None, tp_options=None, max_chunk_size=2048, max_batch_size=1, max_output_size=32, max_output_factor=1,
+    autosplit_no_forward=False,
     draft_model=None, progressbar=False, verbose=False, callback=None,
 )  # fmt: skip
 COMBO = dict.fromkeys(
     """rep_p freq_p pres_p rep_sustain_range rep_decay_range dry_multiplier dry_base dry_allowed_length dry_range dry_sequence_breakers
     temperature min_p top_k top_p temp_last adaptive_target adaptive_decay logit_bias""".split(),
     ...,
-) | dict(temperature=1, min_p=0, top_k=0, top_p=1, temp_last=False, adaptive_target=1, adaptive_decay=0.9)
+) | named(temperature=1, min_p=0, top_k=0, top_p=1, temp_last=False, adaptive_target=1, adaptive_decay=0.9)
 REQUIRED = object()
-FILTER = dict(tokenizer=REQUIRED, trigger_token=None, prefix_str=None, eos_after_completed=False)
+FILTER = named(tokenizer=REQUIRED, trigger_token=None, prefix_str=None, eos_after_completed=False)
 # callable -> parameters in order, with defaults; ...: any default
 SIGNATURES = {
-    "Config.from_directory": dict(directory=REQUIRED),
-    "Model.from_config": dict(config=REQUIRED, component="text"),
+    "Config.from_directory": named(directory=REQUIRED),
+    "Model.from_config": named(config=REQUIRED, component="text"),
     "Model.load_gen": LOAD,
-    "Model.warmup": dict(
+    "Model.warmup": named(
         cache=None, max_chunk_size=2048, max_batch_size=8, max_q_len=16, long_context=True, progressbar=False, callback=None, verbose=False
     ),
-    "Model.forward": dict(input_ids=REQUIRED, params=...),
-    "Model.prefill": dict(input_ids=REQUIRED, params=...),
-    "Model.default_chat_prompt": dict(prompt=REQUIRED, system_prompt=None),
-    "Cache": dict(model=REQUIRED, max_num_tokens=REQUIRED, layer_type=None, max_batch_size=16, max_history=0, recurrent_dtype=torch.half),
-    "Tokenizer.from_config": dict(config=REQUIRED),
-    "Tokenizer.encode": dict(
+    "Model.forward": named(input_ids=REQUIRED, params=...),
+    "Model.prefill": named(input_ids=REQUIRED, params=...),
+    "Model.default_chat_prompt": named(prompt=REQUIRED, system_prompt=None),
+    "Cache": named(model=REQUIRED, max_num_tokens=REQUIRED, layer_type=None, max_batch_size=16, max_history=0, recurrent_dtype=torch.half),
+    "Tokenizer.from_config": named(config=REQUIRED),
+    "Tokenizer.encode": named(
         text=REQUIRED, add_bos=False, add_eos=False, encode_special_tokens=False, return_offsets=False, embeddings=None
     ),
-    "Tokenizer.decode": dict(ids=REQUIRED, decode_special_tokens=False),
-    "Tokenizer.get_id_to_piece_list": dict(include_special_tokens=False),
-    "Tokenizer.hf_chat_template": dict(messages=REQUIRED, add_generation_prompt=True, embeddings=None),
-    "Tokenizer.hf_render_chat_template": dict(messages=REQUIRED, add_generation_prompt=True),
-    "Generator": dict(model=REQUIRED, cache=REQUIRED, tokenizer=REQUIRED) | GENERATOR,
-    "Generator.generate": dict(prompt=REQUIRED) | dict.fromkeys(
+    "Tokenizer.decode": named(ids=REQUIRED, decode_special_tokens=False),
+    "Tokenizer.get_id_to_piece_list": named(include_special_tokens=False),
+    "Tokenizer.hf_chat_template": named(messages=REQUIRED, add_generation_prompt=True, embeddings=None),
+    "Tokenizer.hf_render_chat_template": named(messages=REQUIRED, add_generation_prompt=True),
+    "Generator": named(model=REQUIRED, cache=REQUIRED, tokenizer=REQUIRED) | GENERATOR,
+    "Generator.generate": named(prompt=REQUIRED) | dict.fromkeys(
         """max_new_tokens min_new_tokens seed sampler token_healing encode_special_tokens decode_special_tokens stop_conditions add_bos
         abort_event completion_only filters return_last_results embeddings max_rq_tokens stop_on_loop""".split(), ...
     ),
-    "Generator.flush_cache_to_disk": dict(wait=False, max_pages=None),
-    "Job": dict(input_ids=REQUIRED) | JOB,
-    "CustomSampler.forward": dict(
+    "Generator.flush_cache_to_disk": named(wait=False, max_pages=None),
+    "Job": named(input_ids=REQUIRED) | JOB,
+    "CustomSampler.forward": named(
         logits=REQUIRED, sequence_ids=None, rand_u32=None, tokenizer=None, logit_mask=None, return_state=False
     ),
-    "SS_Temperature": dict(temperature=REQUIRED), "SS_MinP": dict(min_p=REQUIRED), "SS_TopP": dict(top_p=REQUIRED),
-    "SS_TopK": dict(top_k=REQUIRED), "SS_RepP": dict(rep_p=1.0, sustain_range=10**8, decay_range=0),
-    "SS_PresFreqP": dict(pres_p=0, freq_p=0, sustain_range=10**8, decay_range=0),
-    "SS_DRY": dict(
+    "SS_Temperature": named(temperature=REQUIRED), "SS_MinP": named(min_p=REQUIRED), "SS_TopP": named(top_p=REQUIRED),
+    "SS_TopK": named(top_k=REQUIRED), "SS_RepP": named(rep_p=1.0, sustain_range=10**8, decay_range=0),
+    "SS_PresFreqP": named(pres_p=0, freq_p=0, sustain_range=10**8, decay_range=0),
+    "SS_DRY": named(
         dry_multiplier=0, dry_base=1.75, dry_allowed_length=2, dry_range=0, dry_sequence_breakers=None, tokenizer=None
     ),
-    "SS_XTC": dict(probability=REQUIRED, threshold=REQUIRED, protected_token_ids=None, tokenizer=None),
-    "SS_AdaptiveP": dict(target=1.0, decay=0.0),
-    "CategoricalSampler": dict(temperature=1), "TopKSampler": dict(top_k=REQUIRED, temperature=1),
-    "TopPSampler": dict(top_p=REQUIRED, temperature=1, temperature_last=False),
-    "AdaptivePSampler": dict(min_p=0.08, target=0.5, decay=0.9),
+    "SS_XTC": named(probability=REQUIRED, threshold=REQUIRED, protected_token_ids=None, tokenizer=None),
+    "SS_AdaptiveP": named(target=1.0, decay=0.0),
+    "CategoricalSampler": named(temperature=1), "TopKSampler": named(top_k=REQUIRED, temperature=1),
+    "TopPSampler": named(top_p=REQUIRED, temperature=1, temperature_last=False),
+    "AdaptivePSampler": named(min_p=0.08, target=0.5, decay=0.9),
     "ComboSampler": COMBO, "DefaultSampler": {}, "ArgmaxSampler": {},
     "Filter": FILTER,
-    "LLGuidanceFilter": FILTER | dict(
+    "LLGuidanceFilter": FILTER | named(
         json_schema=None, regex=None, lark_grammar=None, gbnf_grammar=None, llg_grammar=None, consume_prefix=False
     ),
-    "model.lora.LoRA.from_directory": dict(model=REQUIRED, directory=REQUIRED, lora_scaling=1.0),
-    "model_init.add_args": dict(
+    "model.lora.LoRA.from_directory": named(model=REQUIRED, directory=REQUIRED, lora_scaling=1.0),
+    "model_init.add_args": named(
         parser=REQUIRED, cache=True, default_cache_size=8192, default_recurrent_cache_size=4.0, default_cpu_cache_size=0,
         default_disk_cache_size=50, add_sampling_args=False, default_sampling_args=..., default_autosplit_max_batch_size=1,
         add_draft_model_args=False, default_chunk_size=4096,
     ),
     "model_init.init": dict.fromkeys("args load_tokenizer quiet progress override_dynamic_seq_len min_draft_len".split(), ...),
-    "model_init.get_arg_sampler": dict(args=REQUIRED),
+    "model_init.get_arg_sampler": named(args=REQUIRED),
 }  # fmt: skip
 METHODS = {
     "Model": "load unload forward prefill warmup get_cache_layers get_recurrent_layers get_name get_storage_info default_chat_prompt",
@@ -119,21 +126,25 @@ METHODS = {
     "Job": "constrain_output_now set_sampler set_filters set_banned_strings",
     "AsyncGenerator": "enqueue cancel close",
     "AsyncJob": "cancel __aiter__ constrain_output_now set_sampler set_filters set_banned_strings",
-    "Tokenizer": """encode decode single_id single_token num_tokens padding_mask get_id_to_piece_list get_id_to_ord_list get_piece_to_id_dict
-        get_fixed_vocab get_vocab_dict get_tokens_with_prefix_string get_tokens_with_prefix_id hf_chat_template hf_render_chat_template""",
+    "Tokenizer": """encode decode single_id single_token num_tokens padding_mask get_id_to_piece_list get_id_to_ord_list
+        get_piece_to_id_dict get_fixed_vocab get_vocab_dict get_tokens_with_prefix_string get_tokens_with_prefix_id
+        hf_chat_template hf_render_chat_template""",
     "Filter": "attach feed rewind rollback_tokens reset accept_token get_next_logit_mask is_completed use_background_worker",
     "Cache": "attach_to_model detach_from_model copy_page get_all_tensors",
     "Config": "from_directory read_cfg assert_cfg override_dynamic_seq_len",
 }
 # (flag, attribute, default) of add_args with everything switched on
 OPTIONS = [
-    ("-m", "model_dir", "d"), ("-gs", "gpu_split", "auto"), ("-or", "override", None), ("-lm", "load_metrics", False), ("-lv", "load_verbose", False),
-    ("-nw", "no_warmup", False), ("-swa_full", "swa_full", False), ("-chunk_size", "chunk_size", 4096), ("-layer_map", "layer_map", None),
+    ("-m", "model_dir", "d"), ("-gs", "gpu_split", "auto"), ("-or", "override", None), ("-lm", "load_metrics", False),
+    ("-lv", "load_verbose", False), ("-nw", "no_warmup", False), ("-swa_full", "swa_full", False), ("-chunk_size", "chunk_size", 4096),
+    ("-layer_map", "layer_map", None),
     ("-ambs", "autosplit_max_batch_size", 1), ("-asnf", "autosplit_no_forward", False), ("-tp", "tensor_parallel", False),
     ("-tpb", "tp_backend", "native"), ("-tp_attn", ..., None), ("-tp_mlp", ..., None), ("-tp_moe", ..., None), ("-tp_linear", ..., None),
-    ("-tp_linear_attn", ..., None), ("-tp_moe_ts", ..., False), ("-mcl", ..., 0), ("-mcs", ..., 0), ("-mcpa", ..., False), ("-mct", ..., None),
+    ("-tp_linear_attn", ..., None), ("-tp_moe_ts", ..., False), ("-mcl", ..., 0), ("-mcs", ..., 0), ("-mcpa", ..., False),
+    ("-mct", ..., None),
     ("-ngl", "ngram_lock", False), ("-ngr", "ngram_ram", False), ("-embd", "embed_disk", False), ("-cs", "cache_size", 8192),
-    ("-cq", "cache_quant", None), ("-rs32", ..., False), ("-cca", ..., 0.0), ("-ccs", "cpu_cache_size", 0), ("-dcd", "disk_cache_dir", None),
+    ("-cq", "cache_quant", None), ("-rs32", ..., False), ("-cca", ..., 0.0), ("-ccs", "cpu_cache_size", 0),
+    ("-dcd", "disk_cache_dir", None),
     ("-dcs", "disk_cache_size", 50), ("-rcs", "recurrent_cache_size", 4.0), ("-temp", "temperature", 0.8), ("-temp_first", ..., False),
     ("-repp", ..., 1), ("-presp", ..., 0), ("-freqp", ..., 0), ("-penr", ..., 1024), ("-minp", "min_p", 0.08), ("-topk", "top_k", 0),
     ("-topp", "top_p", 1), ("-adaptive_target", "adaptive_target", 1), ("-adaptive_decay", "adaptive_decay", 0.9), ("-dm", ..., None),

@@ -152,7 +152,7 @@ class LLGuidanceFilter(Filter):
     def reset(self) -> None:
         import llguidance
 
-        self.matcher = llguidance.LLMatcher(self._table, self.grammar)
+        self.matcher = llguidance.LLMatcher(self._table, self.grammar, log_level=0)
         self._words = np.zeros((1, (self._table.vocab_size + 31) // 32), np.int32)
         if self.prefix_str and self.consume_prefix:
             for token in self._table.tokenize_str(self.prefix_str):

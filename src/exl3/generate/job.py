@@ -22,7 +22,6 @@ from exl3.generate.text import LoopDetector, Pieces
 _serials = itertools.count(1)
 
 
-
 class ContextLengthError(JobTooLargeError, ArgumentError):
     """Prompt and new tokens are more than the model's context holds."""
 

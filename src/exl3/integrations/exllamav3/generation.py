@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from typing import Any
@@ -33,12 +32,11 @@ def _inner(x: Any, what: str) -> Any:
 
 
 class Job(job.Job):
-    """exllamav3's `Job`: without stop_conditions nothing but the limit ends it. A complete character is never held back, so that the last one
-    does not come with the end, where some programs no longer look."""
+    """exllamav3's `Job`: without stop_conditions nothing but the limit ends it. A complete character is never held back: it would come with
+    the end, where some programs no longer look."""
 
     join_emoji = False
 
-    @functools.wraps(job.Job.__init__)
     def __init__(self, input_ids: Any, max_new_tokens: int | None = None, *args: Any, **kwargs: Any) -> None:
         if max_new_tokens is not None:
             assert max_new_tokens > 0, "max_new_tokens must be at least 1"
@@ -51,6 +49,9 @@ class Job(job.Job):
     def cached_tokens(self) -> int:
         """Prompt tokens found in the cache beyond those of the `cached_pages` whole pages. (In results `cached_tokens` counts both.)"""
         return self.tokens_from_cache - PAGE * self.cached_pages
+
+
+Job.__init__.__signature__ = inspect.signature(job.Job.__init__)  # type: ignore[attr-defined]
 
 
 class Generator(generator.Generator):
@@ -119,8 +120,8 @@ class Generator(generator.Generator):
         raise UnsupportedError("flush_cache_to_disk: the disk tier of the cache is not supported by exl3 yet")
 
     def iterate(self) -> list[dict[str, Any]]:
-        """As exl3's, but of several tokens that come with the end the text comes in a result before it: exllamav3 gives one result per token,
-        and some programs don't look at the last one's text."""
+        """As exl3's, but several tokens that come with the end come in a result before it: exllamav3 gives one result per token, and some
+        programs don't look at the last one's text."""
         results = []
         for result in super().iterate():
             if result["eos"] and "token_ids" in result and result["token_ids"].shape[1] > 1:
