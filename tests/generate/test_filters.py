@@ -62,6 +62,40 @@ def test_constrained_and_free_jobs_share_a_batch(form, draft):
     assert any(t.startswith("exl3-filter") for t in f.threads)
 
 
+@pytest.mark.parametrize("draft", [0, 1])
+def test_a_late_mask_costs_its_own_job_only(draft):
+    class Slow(Script):
+        go = threading.Event()
+
+        def get_next_logit_mask(self):
+            if self.at in (0, 3, 7):
+                assert self.go.wait(30)
+                self.go.clear()
+            return super().get_next_logit_mask()
+
+    model = HistoryModel()
+    generator = Generator(model, StubCache(8192), ngram_match_min=draft)
+    script = [7, 8, 9, 7, 8, 9, 7, 8, 9, 11]
+    held = Job([5, 6], 50, sampler=DefaultSampler(), filters=[Slow(script, eos_after_completed=True)])
+    generator.enqueue(held)
+    results = []
+    for reached in (0, 3, 7):
+        while held.new_tokens < reached:
+            results += [r for r in generator.iterate() if r["job"] is held]
+        free = Job([5, 6], 12, sampler=ArgmaxSampler())
+        generator.enqueue(free)
+        got = []
+        while not free.is_finished:
+            got += generator.iterate()
+        results += [r for r in got if r["job"] is held]
+        assert tokens_of([r for r in got if r["job"] is free]) == model.greedy([5, 6], 12)
+        assert held.new_tokens == reached and generator.check_health(5)
+        Slow.go.set()
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    assert tokens_of(results) == script and results[-1]["eos_reason"] == "end_filter" and generator.pagetable.referenced == 0
+
+
 def test_trigger_token_wakes_the_filter():
     model = HistoryModel()
     generator = Generator(model, StubCache(8192))

@@ -198,6 +198,33 @@ def test_bad_requests(client):
     assert completion(client, max_tokens=1).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "\ud800"}, {"stop": ["x\udfff"]}, {"chat_template_kwargs": {"template": "{{ 7 * 7 }}"}},
+        {"chat_template_kwargs": {"messages": []}}, {"gbnf_grammar": ""}, {"gbnf_grammar": "root ::= nothing"},
+        {"gbnf_grammar": "root ::= " + "(" * 2000}, {"gbnf_grammar": "root ::= ["}, {"logit_bias": {"5": 1e39}},
+        {"logit_bias": {"5": float("nan")}},
+        {"logit_bias": {str(i): -100 for i in range(260)}}, {"lark_grammar": "start: nothing"}, {"regex": "(?<=a)b"},
+        {"json_schema": {"type": "bogus"}},
+    ],
+)  # fmt: skip
+def test_hostile_requests(client, body):
+    """Each is a 400 of its own; the next request is served."""
+    if any("grammar" in k or k in ("regex", "json_schema") for k in body):
+        pytest.importorskip("llguidance")
+    is_chat = "chat_template_kwargs" in body
+    whole = {"max_tokens": 3, **({"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}), **body}
+    r = client.post(f"/v1/{'chat/' if is_chat else ''}completions", content=json.dumps(whole).encode())
+    assert r.status_code == 400 and r.json()["error"]["message"], r.text
+    assert completion(client, max_tokens=1).status_code == 200
+
+
+def test_surrogates_in_raw_bytes(client):
+    assert client.post("/v1/completions", content=b'{"prompt": "\xed\xa0\x80"}').status_code == 400
+    assert client.post("/v1/completions", content='{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'.encode()).status_code == 200
+
+
 def test_too_many_tokens_are_clamped_to_the_context(client):
     r = completion(client, prompt=[65] * 2040, max_tokens=5000).json()
     assert r["usage"]["completion_tokens"] == 8 and r["choices"][0]["finish_reason"] == "length"

@@ -140,7 +140,7 @@ class LLGuidanceFilter(Filter):
         kind, text = next(iter(given.items()))
         try:
             self.grammar = _grammar(llguidance, kind, text)
-        except (ValueError, TypeError, KeyError) as e:
+        except Exception as e:  # converters raise whatever they like, RecursionError too
             raise ArgumentError(f"{kind}: {e}") from None
         self.consume_prefix = consume_prefix
         self.matcher: Any = None

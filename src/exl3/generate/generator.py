@@ -11,7 +11,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from exl3.errors import ArgumentError, BackendError, JobError
 from exl3.generate.conveniences import Conveniences
 from exl3.generate.drawing import Drawer
 from exl3.generate.job import Job
+from exl3.generate.masks import Masks
 from exl3.generate.options import check_unused, make_drafter, special_ids
 from exl3.generate.pages import PAGE, PageTable
 from exl3.generate.step import MAX_TOKENS, StepRunner, forward, packed_batch
@@ -102,7 +102,7 @@ class Generator(Conveniences):
         self._inbox: deque[Job] = deque()
         self._cancelled: deque[Job] = deque()
         self._changes: deque[tuple[Job, Callable[[], None]]] = deque()  # to jobs' settings, by any thread
-        self._workers: ThreadPoolExecutor | None = None
+        self.masks = Masks()
         self._retry = True  # something changed since a waiting job last found no room
         self._cooldown = 0
         self._prefill_rate = 0.0  # tokens a second, measured
@@ -173,8 +173,7 @@ class Generator(Conveniences):
             self._apply_cancellations()
             self.closed = self.closed or JobError("the generator is closed")
             self.runner.reset()
-            if self._workers is not None:
-                self._workers.shutdown(wait=False, cancel_futures=True)
+            self.masks.close()
 
     def _check_open(self) -> None:
         if self.closed is not None:
@@ -204,11 +203,14 @@ class Generator(Conveniences):
 
     def _step(self, results: list[Result]) -> None:
         self._admit(results)
-        ready = [j for j in self.active_jobs if j.n - j.cached == 1 and not j.scores_only]  # the others draw no token
+        behind = [j for j in self.active_jobs if j.n - j.cached == 1 and not j.scores_only]  # the others draw no token
         waiting = [j for j in self.active_jobs if j.n - j.cached != 1 or j.scores_only]
+        ready = self.masks.present(behind)
         if waiting and (not ready or self._cooldown <= 0):
             self._prefill(waiting, bool(ready), results)
             self._cooldown = self.prefill_cooldown if ready else 0
+        elif behind and not ready:
+            self.masks.idle(behind)
         if ready:
             self._cooldown -= 1
             self._decode([j for j in ready if not j.is_finished], results)
@@ -329,7 +331,7 @@ class Generator(Conveniences):
             job.cached_pages, job.tokens_from_cache = found.cached_pages, found.cached
             results.append(job.result("started"))
         job.moved()
-        self._request_masks(job)
+        self.masks.request(job)
         return True
 
     # prefill
@@ -449,7 +451,10 @@ class Generator(Conveniences):
             row += 0 if scoring else 1
         if draws:
             assert logits is not None
-            self._draw(draws, logits, results)
+            late = self.masks.late(j for j, _, _ in draws)
+            for job in late:
+                job.cached = job.draft_cached = job.n - 1  # the last token runs again once the mask is there
+            self._draw([d for d in draws if d[0] not in late], logits, results)
 
     def _score(self, job: Job, logits: torch.Tensor, first: int) -> None:
         """Log-probabilities of the prompt tokens that follow positions first .. first + rows - 1."""
@@ -496,12 +501,17 @@ class Generator(Conveniences):
                 for item in group:
                     self._decode_group([item], results)
             return
+        late = self.masks.late(j for j, _ in group)
         draws, row = [], 0
         for job, draft in group:
-            job.cached += 1
-            draws.append((job, row, draft))
+            if job in late:  # its token runs again once the mask is there
+                job.draft_cached = min(job.draft_cached, job.n - 1)
+            else:
+                job.cached += 1
+                draws.append((job, row, draft))
             row += 1 + len(draft)
-        self._draw(draws, logits, results)
+        if draws:
+            self._draw(draws, logits, results)
 
     def _draw(self, draws: list[tuple[Job, int, list[int]]], logits: torch.Tensor, results: list[Result]) -> None:
         """Samples each job's rows one after another for as long as the sample equals the draft."""
@@ -542,16 +552,23 @@ class Generator(Conveniences):
                     job.accepted_draft_tokens += 1
                 if going and accepted:
                     job.cached += 1
-                    if job.filters:
-                        job.masks = []
+                    self.masks.request(job)
                     following.append((job, row, draft, i + 1))
-                    continue
-                if draft:
-                    job.rejected_draft_tokens += len(draft) - i - accepted
-                    if self.drafter is not None:
-                        self.drafter.verified(job, draft, i + accepted)
-                self._advance(job, results)
-            alive = following
+                else:
+                    self._end_draft(job, draft, i + accepted, results)
+            late = self.masks.late(job for job, _, _, _ in following)
+            for job, _, draft, i in following:
+                if job in late:
+                    self._end_draft(job, draft, i, results)
+            alive = [item for item in following if item[0] not in late]
+
+    def _end_draft(self, job: Job, draft: list[int], accepted: int, results: list[Result]) -> None:
+        """The job's part of this step ends after `accepted` tokens of its draft."""
+        if draft:
+            job.rejected_draft_tokens += len(draft) - accepted
+            if self.drafter is not None:
+                self.drafter.verified(job, draft, accepted)
+        self._advance(job, results)
 
     def _draw_one_each(self, draws: list[tuple[Job, int, list[int]]], logits: torch.Tensor, results: list[Result]) -> None:
         drawn = self.drawer.draw(logits, [(job, row, 0) for job, row, _ in draws])
@@ -593,7 +610,7 @@ class Generator(Conveniences):
             self.pending_jobs.appendleft(job)
             self._retry = True
         elif job.filters:
-            self._request_masks(job)
+            self.masks.request(job)
 
     def _publish(self, job: Job) -> None:
         """Names the pages that are full and can't be taken back."""
@@ -612,14 +629,6 @@ class Generator(Conveniences):
             results.append(made)
         if job.eos is not None:
             self._leave(job)
-
-    def _request_masks(self, job: Job) -> None:
-        """Starts the filters' work for the next token on other threads."""
-        if not job.filters:
-            return
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(2, thread_name_prefix="exl3-filter")
-        job.masks = [self._workers.submit(f.mask) if f.use_background_worker() else f.mask() for f in job.filters]
 
 
 def _is_device_fault(error: Exception) -> bool:

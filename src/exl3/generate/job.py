@@ -157,6 +157,7 @@ class Job:
         self.draft: Any = None  # the drafter's own state
         self.draft_cached = 0
         self.masks: list[Any] = []  # futures or masks of the filters for the next token
+        self.lagging = False  # sits out steps until its masks are there
         self.time_enqueue = self.time_start = self.time_first = self.time_last = 0.0
         self.time_first_prefill: float | None = None  # seconds since the epoch, for progress displays
 
@@ -187,13 +188,15 @@ class Job:
         self._change(lambda: self._take_filters(given))
 
     def _take_filters(self, filters: list[Any]) -> None:
-        for mask in self.masks:
-            if isinstance(mask, Future):
-                mask.exception()  # a filter may be attached again: none may still be at work
+        for mask, old in zip(self.masks, self.filters):
+            if isinstance(mask, Future) and any(old is f for f in filters):
+                mask.exception()  # it is attached again: it may not be at work still
         self.filters, self.masks, self.filters_suspended, self.was_forced = filters, [], False, False
         if self.generator is not None:
             for f in filters:
                 f.attach(self)
+            if self.pages:
+                self.generator.masks.request(self)
 
     def set_banned_strings(self, banned_strings: Sequence[str] | None) -> None:
         """Replaces the banned strings; text that only the old ones held is released."""
@@ -390,6 +393,7 @@ class Job:
 
     def _feed_filters(self, token: int) -> None:
         forced, self.was_forced = self.was_forced, False
+        self.masks = []
         try:
             for f in self.filters:
                 f.feed(token)
@@ -418,6 +422,7 @@ class Job:
         """Takes back the tokens from where the banned string began and rules out its first token there."""
         at = self.n - gone.count
         first = int(self.ids[at])
+        self.masks = []
         self.blocked = {p: s for p, s in self.blocked.items() if p <= at}
         self.blocked.setdefault(at, set()).add(first)
         self.attempt += 1

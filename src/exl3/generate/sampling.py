@@ -20,6 +20,7 @@ from torch import Tensor
 from exl3.errors import NumericalError
 
 NO_RANGE = 100_000_000
+_LARGEST = 3e38  # of fp32
 
 
 def uniform(seed: int, counter: int) -> float:
@@ -262,9 +263,9 @@ class SS_DRY(SS_Base):
         penalized = {t: n for t, n in self.repeats(state.past_ids).items() if n >= self.allowed and 0 <= t < len(state.logits)}
         if not penalized:
             return
-        most = math.log(3e38) / math.log(self.base) if self.base > 1 else math.inf  # keep base ** n inside fp32
+        most = math.log(_LARGEST) / math.log(self.base) if self.base > 1 else math.inf  # keep base ** n inside fp32
         at = torch.tensor(list(penalized), device=state.logits.device)
-        amount = [min(self.multiplier * self.base ** min(n - self.allowed, most), 3e38) for n in penalized.values()]
+        amount = [min(self.multiplier * self.base ** min(n - self.allowed, most), _LARGEST) for n in penalized.values()]
         state.logits = state.logits.index_copy(0, at, state.logits[at] - torch.tensor(amount, device=state.logits.device))
 
     def alt(self) -> SS_Base | None:
@@ -320,11 +321,11 @@ class SS_BanTokens(SS_Base):
 
 
 class SS_LogitBias(SS_Base):
-    """Adds a bias to the given ids; -inf bans; NaN, +inf and 0 are dropped."""
+    """Adds a bias to the given ids; -inf, or what fp32 can't hold, bans; NaN, +inf and 0 are dropped."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         keep = {int(i): float(b) for i, b in bias.items()}
-        self.bias = {i: b for i, b in keep.items() if b != 0 and not math.isnan(b) and b != math.inf}
+        self.bias = {i: b if b > -_LARGEST else -math.inf for i, b in keep.items() if b != 0 and b < _LARGEST}
 
     def run(self, state: State) -> None:
         inside = {i: b for i, b in self.bias.items() if 0 <= i < len(state.logits)}
@@ -505,12 +506,17 @@ class CustomSampler(Sampler):
         return torch.tensor([[s.token] for s in states], device=logits.device)
 
 
+class NoTokenLeftError(NumericalError):
+    """Bias, bans and filters together mask every token."""
+
+
 def check_finite(row: Tensor, what: str = "logits") -> None:
     """NumericalError if the row holds a NaN or +inf, or nothing but -inf."""
     top = float(row.max())
     if not math.isfinite(top):
-        kind = "NaN" if math.isnan(top) else "+inf" if top > 0 else "no token left: all are masked"
-        raise NumericalError(f"{what}: {kind}; the model's output can't be sampled")
+        if top < 0:
+            raise NoTokenLeftError(f"{what}: no token left: bias, bans and filters mask all")
+        raise NumericalError(f"{what}: {'NaN' if math.isnan(top) else '+inf'}; the model's output can't be sampled")
 
 
 def apply_mask(row: Tensor, mask: Tensor | np.ndarray | None) -> None:

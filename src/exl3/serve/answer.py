@@ -13,6 +13,7 @@ from exl3.generate.aio import AsyncGenerator, AsyncJob
 from exl3.generate.filters import LLGuidanceFilter
 from exl3.generate.pages import JobTooLargeError
 from exl3.generate.presets import ComboSampler
+from exl3.generate.sampling import NoTokenLeftError
 from exl3.serve.metrics import Metrics
 from exl3.serve.protocol import Chat, Completion, RequestError, Sampling
 from exl3.serve.tools import CallStream, call_schema, parse_calls
@@ -28,6 +29,8 @@ def as_request_error(error: BaseException) -> RequestError:
         return RequestError(400, str(error), "messages", "context_length_exceeded")
     if isinstance(error, (ArgumentError, UnsupportedError)):
         return RequestError(400, str(error))
+    if isinstance(error, NoTokenLeftError):
+        return RequestError(400, str(error), code="no_token_left")
     if isinstance(error, NumericalError):
         return RequestError(500, str(error), code="bad_logits")
     if isinstance(error, (JobError, ResourceError)):

@@ -81,6 +81,7 @@ class Chat(Sampling):
 
 # accepted and without effect: they tell the provider something, not the model
 _SILENT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "model", "parallel_tool_calls"}
+_NOT_FOR_TEMPLATES = {"self", "messages", "tools", "template"}  # what the request says elsewhere, or the server decides
 _MISSING = object()
 
 
@@ -135,9 +136,19 @@ def parse_body(body: bytes) -> dict[str, Any]:
         data = json.loads(body)
     except (ValueError, RecursionError) as e:
         raise RequestError(400, f"the body is not valid JSON: {e}") from None
+    if (not body.isascii() or b"\\ud" in body.lower()) and _has_lone_surrogate(data):
+        raise RequestError(400, "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     if not isinstance(data, dict):
         raise RequestError(400, f"the body must be a JSON object, got {type(data).__name__}")
     return data
+
+
+def _has_lone_surrogate(data: Any) -> bool:
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _shared(f: Fields, made: Sampling, limits: Limits) -> None:
@@ -166,6 +177,8 @@ def _shared(f: Fields, made: Sampling, limits: Limits) -> None:
     for token, bias in f.take("logit_bias", dict, {}).items():
         if not str(token).lstrip("-").isdigit() or isinstance(bias, bool) or not isinstance(bias, (int, float)):
             raise RequestError(400, "'logit_bias' must map token ids to numbers", "logit_bias")
+        if not -1000 <= bias <= 1000:
+            raise RequestError(400, f"'logit_bias' of {token} is {bias:g}, it must be from -1000 to 1000", "logit_bias")
         made.logit_bias[int(token)] = float("-inf") if bias <= -100 else float(bias)
     _grammar(f, made)
 
@@ -262,6 +275,8 @@ def parse_chat(data: dict[str, Any], limits: Limits) -> Chat:
             raise RequestError(400, f'\'tools[{i}]\' must be {{"type": "function", "function": {{"name": ...}}}}', "tools")
     made.tool_choice = _tool_choice(f.take("tool_choice", (str, dict), "auto"), made.tools)
     made.template_options = f.take("chat_template_kwargs", dict, {})
+    for name in _NOT_FOR_TEMPLATES & made.template_options.keys():
+        raise RequestError(400, f"'chat_template_kwargs' may not set '{name}'", "chat_template_kwargs")
     _shared(f, made, limits)
     f.finish()
     if made.grammar and made.tools and made.tool_choice not in ("auto", "none"):
