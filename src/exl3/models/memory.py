@@ -14,11 +14,14 @@ from exl3.errors import ResourceError
 
 
 def available_bytes(device: torch.device | str) -> int:
-    """Bytes that could be allocated on `device` now, before any reserve: free memory of the machine or its container, or of the card."""
+    """Bytes that could be allocated on `device` now, before any reserve: free memory of the machine or its container, or of the card,
+    there no more than torch.cuda.set_per_process_memory_fraction allows."""
     device = torch.device(device)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.8 and later
+        return min(free + torch.cuda.memory_reserved(device) - used, int(fraction(device) * total) - used)
     return min(_machine_bytes(), _container_bytes())
 
 

@@ -78,8 +78,6 @@ class Reader:
                     t.record_stream(torch.cuda.current_stream(self._device))
         return module
 
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
+        """Ends the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)

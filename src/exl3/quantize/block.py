@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from exl3.cache import Batch
 from exl3.nn import MLP, Linear
 from exl3.ops import reference
 from exl3.quantize.hessian import Hessian, check_activations
-from exl3.quantize.linear import EncodeAt, Group, Member, Quantized, Settings, quantize_within_memory
+from exl3.quantize.linear import EncodeAt, Group, Member, Settings
 from exl3.quantize.regularize import column_rms
 from exl3.quantize.report import BlockReport
+from exl3.quantize.team import Team, Worker
+from exl3.quantize.together import Build, Wanted, quantize_together
+from exl3.quantize.transfer import move
 
 REFERENCE_TOKENS = 2048  # of the rows on which a block's error is measured
 SENSITIVITY_TOKENS = 2048
@@ -41,42 +45,6 @@ class BlockResult:
     reports: list[Any]
     block: BlockReport
     warnings: list[str] = field(default_factory=list)
-
-
-class Streams:
-    """The residual stream of all calibration rows, `(rows, cols, hidden)` fp32; optionally the original model's beside it.
-
-    They stay on the device where `keep_bytes` allows, else in host memory.
-    """
-
-    def __init__(
-        self, model: Any, quantized: Tensor, original: Tensor | None, device: torch.device, batch_tokens: int, keep_bytes: int = 0
-    ) -> None:
-        self.model, self.device = model, device
-        size = sum(t.numel() * t.element_size() for t in (quantized, original) if t is not None)
-        place = device if size <= keep_bytes else torch.device("cpu")
-        self.quantized = quantized.to(place)
-        self.original = None if original is None else original.to(place)
-        self.rows_per_batch = max(1, batch_tokens // quantized.shape[1])
-        self._batches: dict[int, Batch] = {}
-
-    def batches(self, rows: int | None = None) -> Iterator[tuple[int, Batch, Tensor, Tensor | None]]:
-        """(first row, batch, stream of the quantized prefix (tokens, hidden), the original's or None): copies on the device."""
-        total = self.quantized.shape[0] if rows is None else min(rows, self.quantized.shape[0])
-        for start in range(0, total, self.rows_per_batch):
-            end = min(start + self.rows_per_batch, total)
-            original = None if self.original is None else self._copy(self.original, start, end)
-            yield start, self.batch(end - start), self._copy(self.quantized, start, end), original
-
-    def _copy(self, stream: Tensor, start: int, end: int) -> Tensor:
-        return stream[start:end].reshape(-1, stream.shape[2]).to(self.device, copy=True)
-
-    def batch(self, rows: int) -> Batch:
-        """A whole-sequence batch of that many rows with its rotary tables (positions only: ids are not looked at by blocks)."""
-        if rows not in self._batches:
-            self._batches[rows] = Batch.whole(torch.zeros(rows, self.quantized.shape[1], dtype=torch.int32, device=self.device))
-            self.model.prepare(self._batches[rows])
-        return self._batches[rows]
 
 
 def dense_weight(linear: Linear) -> Tensor:
@@ -114,111 +82,156 @@ def capture(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batc
     return seen[0]
 
 
+class _Copy:
+    """A worker's copy of the block in work."""
+
+    def __init__(self, worker: Worker, block: Any, dtype: torch.dtype) -> None:
+        self.worker, self.block, self.dtype = worker, block, dtype
+        self.linears = dict(pair for group in block.quant_groups() for pair in group)
+        self.originals = {key: dense_weight(linear) for key, linear in self.linears.items()}  # as stored, `(out, in)`
+        # as the original block computes with them
+        self.plain = {key: (self.originals[key].to(dtype), linear.bias) for key, linear in self.linears.items()}
+        _set(self.linears, self.plain)
+
+    def bias(self, key: str) -> Tensor | None:
+        bias = self.plain[key][1]
+        return None if bias is None else bias.data
+
+    def install(self, key: str, weight: Tensor) -> None:
+        """Puts a dequantized matrix in place, `(out, in)`, as the file will give it."""
+        bias = self.bias(key)
+        self.linears[key].set_dense(move(weight, self.worker.device), None if bias is None else bias.half().float())
+
+
 def quantize_block(
-    block: Any, streams: Streams, rates: dict[str, float], policy: Policy, encode: EncodeAt, progress: Callable[[int], None] | None = None
+    index: int,
+    team: Team,
+    rates: dict[str, float],
+    policy: Policy,
+    encode: EncodeAt,
+    progress: Callable[[int], None] | None = None,
+    *,
+    ahead: int | None = None,
 ) -> BlockResult:
-    """Quantizes the matrices of `block` in order of execution, then moves both streams behind it. The block holds dense weights before
-    and dequantized ones after."""
+    """Quantizes the matrices of block `index` in order of execution, then moves the streams behind it. Meanwhile block `ahead` is read."""
     started = time.monotonic()
-    groups = block.quant_groups()
-    linears = dict(pair for group in groups for pair in group)
-    originals: dict[str, Tensor] = {}  # as stored, `(out, in)`
-    plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
-    for key, linear in linears.items():
-        originals[key] = dense_weight(linear)
-        plain[key] = (originals[key].to(streams.model.dtype), linear.bias)
-    _set(linears, plain)
-    reference_rows = max(1, min(streams.quantized.shape[0], REFERENCE_TOKENS // streams.quantized.shape[1]))
-    wanted = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
-    result = BlockResult({}, [], BlockReport(block.key, 0.0, 0.0, 0.0))
-    statistics = {} if policy.recapture else _capture_all(block, groups, streams, policy)
-    gates = _gated(block)
-    waiting: list[Group] = []  # with one capture for all, matrices of the whole block are worked on together
-    for group in groups:
-        name, first = group[0]
-        captured = statistics.pop(name) if name in statistics else _capture_group(block, name, first, streams, policy, plain, linears)
-        hessian, sample = captured
-        if hessian.dead_channels:
-            result.block.dead_channels[name] = hessian.dead_channels
-        members = []
-        for key, linear in group:
-            if rates[key] == 16:
-                continue
-            bias = plain[key][1]
-            use = _use_out_scales(linear, gates, sample, policy.out_scales)
-            members.append(Member(key, _target(originals[key], hessian, policy), rates[key], None if bias is None else bias.data, use))
-        if members:
-            waiting.append(Group(name, members, hessian))
-        if waiting and (policy.recapture or group is groups[-1]):
-            for q in quantize_within_memory(waiting, encode, policy.settings, progress):
-                result.tensors |= q.tensors
-                result.reports.append(q.report)
-                _install(linears[q.report.key], q, plain[q.report.key][1], streams.model.dtype)
-            waiting = []
-    for key in linears:
+    copies = dict(zip(team.workers, team.each(lambda w: _Copy(w, w.reader.take(index), w.model.dtype))))
+    if ahead is not None:
+        for w in team.workers:
+            w.reader.ahead(ahead)
+    lead = copies[team.lead]
+    groups = lead.block.quant_groups()
+    wanted = team.lead.submit(lambda: _reference(lead)).result()
+    result = BlockResult({}, [], BlockReport(lead.block.key, 0.0, 0.0, 0.0))
+    # with one capture for all, matrices of the whole block are worked on together
+    for stage in [[group] for group in groups] if policy.recapture else [groups]:
+        captured = _capture(team, copies, [group[0] for group in stage], policy)
+        jobs = []
+        for group, (hessian, sample) in zip(stage, captured):
+            name = group[0][0]
+            if hessian.dead_channels:
+                result.block.dead_channels[name] = hessian.dead_channels
+            keys = [key for key, _ in group if rates[key] != 16]
+            use = {key: _use_out_scales(lead.linears[key], _gated(lead.block), sample, policy.out_scales) for key in keys}
+            if keys:
+                jobs.append(_Job(name, keys, [(lead.linears[k].in_features, lead.linears[k].out_features) for k in keys], hessian, use))
+        del captured
+        build = _builder(copies, rates, policy)
+        for worker, q in quantize_together(team, jobs, build, encode, policy.settings, progress) if jobs else []:
+            result.tensors |= q.tensors
+            result.reports.append(q.report)
+            weight = move(q.weight, worker.device).to(lead.dtype).contiguous()
+            for c in copies.values():
+                c.install(q.report.key, weight)
+    for key in lead.linears:
         if rates[key] == 16:
-            result.tensors[f"{key}.weight"] = originals[key].half()
-            bias = plain[key][1]
+            result.tensors[f"{key}.weight"] = lead.originals[key].half()
+            bias = lead.bias(key)
             if bias is not None:
-                result.tensors[f"{key}.bias"] = bias.data.half()
-    got = [block(x, batch) for _, batch, x, _ in streams.batches(reference_rows)]
-    result.block.rfn, result.block.cosine_error = block_error(torch.cat(got), torch.cat(wanted))
-    _advance(block, streams, plain, linears)
+                result.tensors[f"{key}.bias"] = bias.half()
+    got = team.lead.submit(lambda: _reference(lead)).result()
+    result.block.rfn, result.block.cosine_error = block_error(got, wanted)
+    _advance(team, copies)
     result.block.seconds = time.monotonic() - started
     return result
 
 
-def _capture_group(
-    block: Any, name: str, first: Linear, streams: Streams, policy: Policy, plain: dict[str, Any], linears: dict[str, Linear]
-) -> tuple[Hessian, Tensor]:
-    """Statistics of one input, the earlier groups of the block as they are now."""
-    hessian = Hessian(name, first.in_features, streams.device, cross=policy.correction > 0)
-    sample: list[Tensor] = []
-    for _, batch, x, original in streams.batches():
-        seen = capture(block, first, x, batch)
-        other = None
-        if policy.correction > 0 and original is not None:
-            with _weights(linears, plain):
-                other = capture(block, first, original, batch)
-        hessian.add(seen, other, token_weights(seen) if policy.token_weighting else None)
-        if sum(len(s) for s in sample) < SENSITIVITY_TOKENS:
-            sample.append(seen)
-    _check(hessian, block, first, streams)
-    return hessian, torch.cat(sample)[:SENSITIVITY_TOKENS]
+@dataclass
+class _Job(Wanted):
+    out_scales: dict[str, bool]
 
 
-def _check(hessian: Hessian, block: Any, linear: Linear, streams: Streams) -> None:
-    """NumericalError where an input was not finite, with its place: found by a second pass."""
-    if not hessian.finite:
-        for row, batch, x, _ in streams.batches():
-            seen = capture(block, linear, x, batch)
-            check_activations(seen.view(batch.rows, -1, seen.shape[1]), block.key, hessian.name, row)
-    hessian.check()
+def _builder(copies: dict[Worker, _Copy], rates: dict[str, float], policy: Policy) -> Build:
+    def build(worker: Worker, job: Wanted, keys: list[str], hessian: Hessian) -> Group:
+        assert isinstance(job, _Job)
+        c = copies[worker]
+        members = [Member(key, _target(c.originals[key], hessian, policy), rates[key], c.bias(key), job.out_scales[key]) for key in keys]
+        return Group(job.name, members, hessian)
+
+    return build
 
 
-def _capture_all(block: Any, groups: list[list[tuple[str, Linear]]], streams: Streams, policy: Policy) -> dict[str, tuple[Hessian, Tensor]]:
-    """Statistics of all inputs in one pass through the unquantized block."""
-    found: dict[str, tuple[Hessian, list[Tensor]]] = {}
-    handles = []
-    for (name, linear), *_ in groups:
-        found[name] = (Hessian(name, linear.in_features, streams.device), [])
+def _reference(c: _Copy) -> Tensor:
+    """The block's output for the first rows."""
+    streams = c.worker.streams
+    rows = max(1, REFERENCE_TOKENS // streams.shards[0].quantized.shape[1])
+    return torch.cat([c.block(x, batch) for _, batch, x, _ in streams.batches(0, rows=rows)])
 
-        def note(_: Any, args: tuple[Tensor, ...], name: str = name) -> None:  # at once: x may be changed in place afterwards
-            hessian, sample = found[name]
-            hessian.add(args[0], weights=token_weights(args[0]) if policy.token_weighting else None)
-            if not sample:
-                sample.append(args[0][:SENSITIVITY_TOKENS].clone())
 
-        handles.append(linear.register_forward_pre_hook(note))
-    try:
-        for _, batch, x, _ in streams.batches():
-            block(x, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for (name, linear), *_ in groups:
-        _check(found[name][0], block, linear, streams)
-    return {name: (hessian, sample[0]) for name, (hessian, sample) in found.items()}
+def _capture(team: Team, copies: dict[Worker, _Copy], inputs: list[tuple[str, Linear]], policy: Policy) -> list[tuple[Hessian, Tensor]]:
+    """Statistics of inputs in one pass through the block as it is now, and a sample of each, on the lead's device."""
+    total: list[tuple[Hessian, Tensor]] = []
+    for part in team.over_shards(lambda w, number: w.streams.within_memory(lambda: _capture_shard(copies[w], number, inputs, policy))):
+        if not total:
+            total = [(h.on(team.lead.device), sample) for h, sample in part]
+        else:
+            for (h, _), (more, _) in zip(total, part):
+                h.merge(more)
+        del part
+    for (name, _), (hessian, _) in zip(inputs, total):
+        if not hessian.finite:
+            _name_the_place(team, copies, name)
+        hessian.check()
+    return total
+
+
+def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], policy: Policy) -> list[tuple[Hessian, Tensor]]:
+    streams = c.worker.streams
+    cross = policy.correction > 0
+    found = [Hessian(name, linear.in_features, c.worker.device, cross=cross) for name, linear in inputs]
+    samples: list[Tensor | None] = [None] * len(inputs)
+    last = c.linears[inputs[-1][0]]
+    for _, batch, x, original in streams.batches(number):
+        others: list[Tensor] = []
+        if cross and original is not None:  # one input at a time: recapture is on
+            with _weights(c.linears, c.plain):
+                others = [capture(c.block, last, original, batch)]
+
+        def note(i: int, seen: Tensor, others: list[Tensor] = others) -> None:  # at once: x may be changed in place afterwards
+            weights = token_weights(seen) if policy.token_weighting else None
+            found[i].add(seen, others[0] if others else None, weights)
+            if samples[i] is None:
+                samples[i] = seen[:SENSITIVITY_TOKENS].clone()
+
+        with ExitStack() as stack:
+            for i, (name, _) in enumerate(inputs[:-1]):
+                stack.enter_context(_inputs(c.linears[name], partial(note, i), stop=False))
+            note(len(inputs) - 1, capture(c.block, last, x, batch))
+    return [(h, s) for h, s in zip(found, samples) if s is not None]
+
+
+def _name_the_place(team: Team, copies: dict[Worker, _Copy], name: str) -> None:
+    """NumericalError with the place of a value that is not finite in an input; found by a second pass."""
+
+    def look(w: Worker, number: int) -> None:
+        c = copies[w]
+        first = w.streams.shards[number].first_row
+        for row, batch, x, _ in w.streams.batches(number):
+            seen = capture(c.block, c.linears[name], x, batch)
+            check_activations(seen.view(batch.rows, -1, seen.shape[1]), c.block.key, name, first + row)
+
+    for _ in team.over_shards(look):
+        pass
 
 
 def token_weights(x: Tensor) -> Tensor:
@@ -241,12 +254,6 @@ def _weights(linears: dict[str, Linear], weights: dict[str, Any]) -> Iterator[No
 def _set(linears: dict[str, Linear], weights: dict[str, Any]) -> None:
     for key, (weight, bias) in weights.items():
         linears[key].set_dense(weight, None if bias is None else bias.data)
-
-
-def _install(linear: Linear, q: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
-    """Puts the dequantized matrix in place, as the file will give it."""
-    weight = q.weight.to(dense_weight(linear).device, dtype).contiguous()
-    linear.set_dense(weight, None if bias is None else bias.data.half().float())
 
 
 def _target(weight: Tensor, hessian: Hessian, policy: Policy) -> Tensor:
@@ -289,24 +296,33 @@ def _sensitivity(mlp: MLP, linear: Linear, x: Tensor) -> Tensor:
     return slope.square().mean(0) * dense_weight(mlp.down_proj).float().square().sum(0)
 
 
-def _advance(block: Any, streams: Streams, plain: dict[str, Any], linears: dict[str, Linear]) -> None:
-    """Both streams through the block."""
-    finite = []
-    for row, batch, x, original in streams.batches():
-        y = _move(block, x, batch, streams.quantized[row : row + batch.rows])
-        finite.append(torch.isfinite(y).all())
-        if original is not None and streams.original is not None:
-            with _weights(linears, plain):
-                _move(block, original, batch, streams.original[row : row + batch.rows])
-    if not bool(torch.stack(finite).all()):
-        for row in range(streams.quantized.shape[0]):
-            check_activations(streams.quantized[row : row + 1], block.key, "the next block", row)
+def _advance(team: Team, copies: dict[Worker, _Copy]) -> None:
+    """The streams through the block."""
+    for finite in team.over_shards(lambda w, number: _advance_shard(copies[w], number)):
+        if not bool(finite):
+            for shard in team.shards():
+                check_activations(shard.quantized, copies[team.lead].block.key, "the next block", shard.first_row)
 
 
-def _move(block: Any, x: Tensor, batch: Batch, out: Tensor) -> Tensor:
-    y: Tensor = block(x, batch)
-    out.copy_(y.view(out.shape))
-    return y
+def _advance_shard(c: _Copy, number: int) -> Tensor:
+    """Whether all is finite, a scalar on the device."""
+    shard, done, finite = c.worker.streams.shards[number], 0, []
+
+    def go_on() -> None:
+        nonlocal done
+        for row, batch, x, original in c.worker.streams.batches(number, first=done):
+            rows = slice(row, row + batch.rows)
+            y = c.block(x, batch)
+            finite.append(torch.isfinite(y).all())
+            if original is not None and shard.original is not None:
+                with _weights(c.linears, c.plain):
+                    z = c.block(original, batch)
+                shard.original[rows].copy_(z.view(shard.original[rows].shape), non_blocking=True)
+            shard.quantized[rows].copy_(y.view(shard.quantized[rows].shape), non_blocking=True)
+            done = row + batch.rows
+
+    c.worker.streams.within_memory(go_on)
+    return torch.stack(finite).all()
 
 
 def block_error(got: Tensor, wanted: Tensor) -> tuple[float, float]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,24 @@ from torch import Tensor
 from exl3 import ops
 from exl3.errors import ArgumentError, JobError, MissingTensorError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint, Tokenizer
-from exl3.models.loading import default_device, locate
+from exl3.models.loading import locate
 from exl3.models.registry import build
 from exl3.quantize import calibration as cal
 from exl3.quantize.background import Reader, Writer
-from exl3.quantize.block import Policy, Streams, capture, quantize_block
+from exl3.quantize.block import Policy, quantize_block
 from exl3.quantize.compile import config_block, write_model
+from exl3.quantize.devices import choose_devices, read_ratios
 from exl3.quantize.embedding import quantize_embedding
-from exl3.quantize.hessian import Hessian, check_activations, check_weights
+from exl3.quantize.head import quantize_head
+from exl3.quantize.hessian import check_weights
 from exl3.quantize.job import Job, changed_settings, check_streams, fingerprint, stream_tensors
-from exl3.quantize.linear import EncodeAt, Group, Member, Settings, quantize_within_memory
+from exl3.quantize.linear import EncodeAt, Settings
 from exl3.quantize.options import CHANGEABLE, ConvertOptions
 from exl3.quantize.plan import Plan, check_resources, make_plan, stream_room
 from exl3.quantize.recipe import format_recipe
 from exl3.quantize.report import BlockReport, Report
+from exl3.quantize.streams import Shard, Streams, shard_rows
+from exl3.quantize.team import Team, Worker
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass of a block
 
@@ -79,6 +85,7 @@ class _Conversion:
     def __init__(self, work: Path, given: dict[str, Any], progress: Progress | None, log: Callable[[str], None]) -> None:
         self.work, self.given, self.log = work, given, log
         self.progress = progress
+        self.lock = threading.Lock()  # of the progress, which several devices make
         self.done_weights = 0
         self.total_weights = 0
         self.current = ""
@@ -96,7 +103,7 @@ class _Conversion:
             warnings.simplefilter("always")
             try:
                 with Job(self.work) as job:
-                    report = self._run(job, resume)
+                    report = self._within_memory(job, resume)
             except BaseException:
                 self._tell(caught)
                 if self.begun:
@@ -108,6 +115,15 @@ class _Conversion:
                 raise
             report.warnings = self._tell(caught)
         return report
+
+    def _within_memory(self, job: Job, resume: bool) -> Report:
+        try:
+            return self._run(job, resume)
+        except torch.OutOfMemoryError as e:
+            raise ResourceError(
+                f"{self.current}: not enough memory on the device, even with the smallest batches and the rest in host memory "
+                f"({str(e).splitlines()[0]}); free it of other work, or use -d cpu"
+            ) from e
 
     def _tell(self, caught: list[warnings.WarningMessage]) -> list[str]:
         lines = list(dict.fromkeys([*self.warnings, *(str(w.message) for w in caught)]))
@@ -148,7 +164,9 @@ class _Conversion:
         self.begun = stored is not None
         options = self._options(stored)
         source_dir, output_dir = self._paths()
-        device = choose_device(options.devices)
+        devices = choose_devices(options.devices)
+        read_ratios(options.device_ratios, len(devices))
+        device = devices[0]
         options = options.with_calibration(device.type)
         source = Checkpoint.open(source_dir)
         if source.is_exl3:
@@ -158,7 +176,7 @@ class _Conversion:
         self._note_unused(model, source, found.used)
         plan = make_plan(model, source, options, found.used)
         model.place(device)
-        check_resources(plan, model, options, device, self.work, output_dir, resuming=resume)
+        check_resources(plan, model, options, devices, self.work, output_dir, resuming=resume)
         tokenizer = self._tokenizer(source)
         mark = fingerprint(source_dir)
         if stored is not None:
@@ -181,12 +199,12 @@ class _Conversion:
             self.begun = True
         self.log(
             f"{type(model).__name__}, {len(plan.specs)} matrices in {len(model.blocks)} blocks, {plan.bits:.2f} bits per weight, "
-            f"head {plan.head_bits:g}, codebook {options.codebook}, on {device}"
+            f"head {plan.head_bits:g}, codebook {options.codebook}, on {', '.join(map(str, devices))}"
         )
         if options.hq and not any(s.hq_bits for s in plan.specs):
             self.log("-hq names no layer of this architecture (it concerns mixture-of-experts models)")
         self.log(f"calibration: {rows.describe()}")
-        self._loop(job, model, source, plan, options, rows, device)
+        self._loop(job, model, source, plan, options, rows, devices)
         return self._finish(job, model, source, plan, options, rows, output_dir, started)
 
     def _options(self, stored: dict[str, Any] | None) -> ConvertOptions:
@@ -229,39 +247,71 @@ class _Conversion:
     # the work
 
     def _loop(
-        self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+        self,
+        job: Job,
+        model: Any,
+        source: Checkpoint,
+        plan: Plan,
+        options: ConvertOptions,
+        rows: cal.Calibration,
+        devices: list[torch.device],
     ) -> None:
         weights = [sum(s.weights for s in plan.specs if s.layer == b.layer and plan.rates[s.key] != 16) for b in model.blocks]
         weights.append(plan.head.weights if plan.head_bits != 16 else 0)
         self.total_weights = sum(weights) + (plan.ring_weights if plan.embed_bits != 16 else 0)
         encode = _encoder(options.codebook)
         done, streams = job.state()
-        policy = _policy(options)
         if not streams:
-            done, streams = 0, self._embed(job, model, source, plan, options, rows, device)
+            done, streams = 0, self._embed(job, model, source, plan, options, rows, devices[0])
         else:
             check_streams(streams, (rows.rows, rows.cols, model.config.hidden_size), job.folder / "state.safetensors")
             self.done_weights = sum(weights[:done]) + (plan.ring_weights if plan.embed_bits != 16 else 0)
             self.log(f"resuming behind block {done}")
-        batch = BATCH_TOKENS.get(device.type, 16384)
-        keep = stream_room(plan, model, device)
-        state = Streams(model, streams.pop("quantized"), streams.pop("original", None), device, batch, keep)
-        count = len(model.blocks)
-        with Writer() as self.writer, Reader(lambda i: model.load_block(i, source, device), device) as reader:
-            for i in range(done, count):
-                self.current = model.blocks[i].key
-                block = reader.take(i)
-                if i + 1 < count and options.max_module != i:
-                    reader.ahead(i + 1)
-                result = quantize_block(block, state, plan.rates, policy, encode, self._step)
-                model.unload_block(i)
-                self._save(job, i, result.tensors, result.reports, result.block, options)
-                self._checkpoint(job, i + 1, state, options)
-                if options.max_module is not None and i >= options.max_module:
-                    self.writer.flush()
-                    job.save_state(i + 1, stream_tensors(state.quantized, state.original))
-                    raise JobError(f"stopped behind block {i} as asked (--max-module); go on with --resume")
-            self._head(job, model, source, plan, options, state, encode, device)
+        with Writer() as self.writer, self._team(model, source, plan, options, streams, devices) as team:
+            streams.clear()
+            team.set_speeds(read_ratios(options.device_ratios, len(devices)), encode)
+            self._blocks(job, done, plan, options, team, encode)
+            self._head(job, source, plan, options, team, encode)
+
+    def _team(
+        self, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, streams: dict[str, Tensor], devices: list[torch.device]
+    ) -> Team:
+        """A worker for each device, with its shards of the streams."""
+        rows_per_batch = max(1, BATCH_TOKENS.get(devices[0].type, 16384) // streams["quantized"].shape[1])
+        workers = []
+        for i, device in enumerate(devices):
+            own = model
+            if i > 0:
+                own = build(source.config)
+                locate(own, source)
+                own.place(device)
+            reader = Reader(partial(own.load_block, checkpoint=source, device=device), device)
+            workers.append(Worker(device, own, Streams(own, device, rows_per_batch, stream_room(plan, own, device)), reader))
+        team = Team(workers)
+        original = streams.get("original")
+        team.spread(
+            [
+                Shard(a, streams["quantized"][a:b], None if original is None else original[a:b])
+                for a, b in shard_rows(streams["quantized"].shape[0], rows_per_batch)
+            ]
+        )
+        return team
+
+    def _blocks(self, job: Job, done: int, plan: Plan, options: ConvertOptions, team: Team, encode: EncodeAt) -> None:
+        blocks, policy = team.lead.model.blocks, _policy(options)
+        for i in range(done, len(blocks)):
+            self.current = blocks[i].key
+            more = i + 1 < len(blocks) and options.max_module != i
+            result = quantize_block(i, team, plan.rates, policy, encode, self._step, ahead=i + 1 if more else None)
+            for w in team.workers:
+                w.model.unload_block(i)
+            self._save(job, i, result.tensors, result.reports, result.block, options)
+            stop = options.max_module is not None and i >= options.max_module
+            if stop or (job.due(options.checkpoint_interval) and not 0 <= options.last_checkpoint_index < i):
+                self.writer.flush()
+                job.save_state(i + 1, stream_tensors(team.shards()))
+            if stop:
+                raise JobError(f"stopped behind block {i} as asked (--max-module); go on with --resume")
 
     def _embed(
         self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
@@ -298,42 +348,23 @@ class _Conversion:
             model.device = device
         return x.view(ids.shape[0], ids.shape[1], -1)
 
-    def _head(
-        self,
-        job: Job,
-        model: Any,
-        source: Checkpoint,
-        plan: Plan,
-        options: ConvertOptions,
-        state: Streams,
-        encode: EncodeAt,
-        device: torch.device,
-    ) -> None:
+    def _head(self, job: Job, source: Checkpoint, plan: Plan, options: ConvertOptions, team: Team, encode: EncodeAt) -> None:
         started = time.monotonic()
+        model = team.lead.model
         self.current = model.head_key
-        model.load_head(source, device)
-        head = model.lm_head
-        check_weights(head.weight.data, model.head_key)
+        model.load_head(source, team.lead.device)
         tensors: dict[str, Tensor] = {}
         reports = []
         if plan.head_bits == 16 and plan.embed_bits == 16 and source.head(model.head_key, model.embed_key).tied:
             self.log("the head stays tied to the embedding")
         elif plan.head_bits == 16:
-            tensors[f"{model.head_key}.weight"] = head.weight.data.half()
+            tensors[f"{model.head_key}.weight"] = model.lm_head.weight.data.half()
         else:
-            hessian = Hessian(model.head_key, head.in_features, device)
-            for _, batch, x, _ in state.batches():
-                hessian.add(capture(model.head, head, x, batch))
-            if not hessian.finite:
-                for row, batch, x, _ in state.batches():
-                    check_activations(capture(model.head, head, x, batch), "head", model.head_key, row * state.quantized.shape[1])
-            hessian.check()
-            bias = None if head.bias is None else head.bias.data
-            member = Member(model.head_key, head.weight.data, plan.head_bits, bias, options.out_scales != "never")
-            [q] = quantize_within_memory([Group(model.head_key, [member], hessian)], encode, _policy(options).settings, self._step)
-            tensors, reports = q.tensors, [q.report]
+            settings, scales = _policy(options).settings, options.out_scales != "never"
+            tensors, report = quantize_head(team, source, plan.head_bits, scales, settings, encode, self._step)
+            reports = [report]
         model.model.norm.unload()
-        head.unload()
+        model.lm_head.unload()
         block = BlockReport(model.head_key, 0.0, 0.0, time.monotonic() - started)
         self._save(job, len(model.blocks), tensors, reports, block, options)
 
@@ -351,17 +382,11 @@ class _Conversion:
         rfn = f"output error {block.rfn:.5f}  " if block.rfn else ""
         self.log(f"{block.key}  {mean}{rfn}{block.seconds:.1f} s")
 
-    def _checkpoint(self, job: Job, done: int, state: Streams, options: ConvertOptions) -> None:
-        if 0 <= options.last_checkpoint_index < done - 1:
-            return
-        if job.due(options.checkpoint_interval):
-            self.writer.flush()
-            job.save_state(done, stream_tensors(state.quantized, state.original))
-
     def _step(self, weights: int) -> None:
-        self.done_weights += weights
-        if self.progress is not None:
-            self.progress(min(self.done_weights, self.total_weights), self.total_weights, self.current)
+        with self.lock:
+            self.done_weights += weights
+            if self.progress is not None:
+                self.progress(min(self.done_weights, self.total_weights), self.total_weights, self.current)
 
     def _finish(
         self,
@@ -410,33 +435,6 @@ def make_output(folder: Path) -> None:
         raise ResourceError(f"output_dir {folder}: cannot be made ({e.strerror or e}); choose another with -o") from None
     if not writable:
         raise ResourceError(f"output_dir {folder}: not writable; choose another with -o")
-
-
-def choose_device(devices: str | None) -> torch.device:
-    """`-d`: cpu, cuda, cuda:N, or GPU ordinals; default a usable GPU, else the CPU."""
-    if devices is None:
-        device = default_device()
-        return torch.device("cuda", 0) if device.type == "cuda" else device
-    names = [n.strip() for n in str(devices).split(",") if n.strip()]
-    if not names:
-        raise ArgumentError("devices is empty; use cpu, cuda:N or GPU numbers")
-    if len(names) > 1:
-        raise UnsupportedError(f"devices {devices}: conversion on several GPUs is not there yet; give one")
-    name = f"cuda:{names[0]}" if names[0].isdigit() else names[0]
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ArgumentError(f"devices {devices!r} is not a device; use cpu, cuda:N or a GPU number") from None
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ArgumentError(
-                f"device {name}: this machine has {count} usable GPUs; use -d cpu" + (f" or 0..{count - 1}" if count else "")
-            )
-        device = torch.device("cuda", device.index or 0)
-    elif device.type != "cpu":
-        raise UnsupportedError(f"device {name}: conversion runs on cpu and cuda")
-    return device
 
 
 def _encoder(codebook: str) -> EncodeAt:

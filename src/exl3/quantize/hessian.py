@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from exl3.errors import NumericalError
 from exl3.quantize.regularize import padded
+from exl3.quantize.transfer import move
 
 CHUNK = 512  # tokens in one product: tensor cores truncate as they add, 2e-6 over so many; chunks are added with rounding, in order
 
@@ -48,14 +50,24 @@ class Hessian:
 
     def merge(self, other: Hessian) -> None:
         """Adds the statistics of further tokens of the same input, gathered elsewhere."""
-        device = self.sum.device
-        self.sum += other.sum.to(device)
+        other = other.on(self.sum.device)
+        self.sum += other.sum
         if self.cross_sum is not None and other.cross_sum is not None:
-            self.cross_sum += other.cross_sum.to(device)
-        self.weight_sum += other.weight_sum.to(device)
-        self.peak = torch.maximum(self.peak, other.peak.to(device))
+            self.cross_sum += other.cross_sum
+        self.weight_sum += other.weight_sum
+        self.peak = torch.maximum(self.peak, other.peak)
         self.unweighted += other.unweighted
         self.tokens += other.tokens
+
+    def on(self, device: torch.device) -> Hessian:
+        """The same statistics on `device`: itself, if they are there."""
+        if self.sum.device == device:
+            return self
+        other = copy(self)
+        for name in ("sum", "cross_sum", "weight_sum", "peak"):
+            value = getattr(self, name)
+            setattr(other, name, None if value is None else move(value, device))
+        return other
 
     @property
     def weight(self) -> float:

@@ -28,6 +28,7 @@ from exl3 import __version__
 from exl3.errors import JobError, ResourceError
 from exl3.files import write_tensors
 from exl3.files.shards import write_json
+from exl3.quantize.streams import Shard
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
@@ -131,8 +132,7 @@ class Job:
 
     def save_state(self, done: int, streams: dict[str, Tensor]) -> None:
         """Remembers that modules below `done` are finished."""
-        tensors = {name: t.cpu() for name, t in streams.items()}
-        write_tensors(self.folder / "state.safetensors", tensors, {"format": "pt", "done": str(done)})
+        write_tensors(self.folder / "state.safetensors", streams, {"format": "pt", "done": str(done)})
         self._saved_at = time.monotonic()
 
     def state(self) -> tuple[int, dict[str, Tensor]]:
@@ -194,8 +194,12 @@ def changed_settings(stored: dict[str, Any], given: dict[str, Any]) -> dict[str,
     return {name: (stored[name], value) for name, value in given.items() if name in stored and stored[name] != value}
 
 
-def stream_tensors(quantized: Tensor, original: Tensor | None) -> dict[str, Tensor]:
-    return {"quantized": quantized} if original is None else {"quantized": quantized, "original": original}
+def stream_tensors(shards: list[Shard]) -> dict[str, Tensor]:
+    """The streams of all shards as they are stored."""
+    tensors = {"quantized": torch.cat([s.quantized.cpu() for s in shards])}
+    if shards[0].original is not None:
+        tensors["original"] = torch.cat([s.original.cpu() for s in shards if s.original is not None])
+    return tensors
 
 
 def check_streams(streams: dict[str, Tensor], shape: tuple[int, int, int], where: Path) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor
 from exl3 import codec
 from exl3.codec.codebooks import MULTIPLIERS
 from exl3.errors import NumericalError
-from exl3.models import memory
 from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import Factor, block_ldl, damped
-from exl3.quantize.ldlq import Encode, Problem, ldlq
+from exl3.quantize.ldlq import Encode, Problem, Solution, ldlq
 from exl3.quantize.refit import FP16_MAX, proxy_error, refit_scales, round_scales
 from exl3.quantize.regularize import padded, random_signs, regularize, restore
 from exl3.quantize.report import TensorReport
@@ -69,161 +68,10 @@ class Group:
     hessian: Hessian | None
 
 
-def quantize_groups(
-    groups: list[Group], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
-) -> list[Quantized]:
-    """Quantizes the matrices of all groups, on the device of the weights; results in the order given.
-
-    Matrices of one rate run in step, so that an encoder call serves all of them; what a matrix becomes doesn't depend on the others.
-    """
-    started = time.monotonic()
-    by_group = [_prepare(group, settings) for group in groups]
-    work = [w for members in by_group for w in members]
-    _check_ranges(work)
-    for members in by_group:
-        _factor(members, settings)
-    by_rate = [[w for w in work if w.member.rate == rate] for rate in dict.fromkeys(w.member.rate for w in work)]
-    for same in by_rate:
-        _scale(same, encode, settings)
-        solve = _bound(encode, same[0].member.rate, settings.seam_window)
-        for w, solution in zip(same, ldlq([w.problem() for w in same], solve, progress)):
-            w.states, w.values = solution.states, solution.values
-    results = [_finish(w, settings) for w in work]
-    _report(work, results, time.monotonic() - started)
-    return results
-
-
-def quantize_within_memory(
-    groups: list[Group], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
-) -> list[Quantized]:
-    """`quantize_groups` in parts as large as the device has room for; a matrix that alone is too large is worked on in host memory, with
-    the encoder on the device."""
-    device = groups[0].members[0].weight.device
-    parts = _that_fit(groups, device)
-    if len(parts) > 1:
-        return [q for part in parts for q in quantize_within_memory(part, encode, settings, progress)]
-    told = 0
-
-    def tell(weights: int) -> None:
-        nonlocal told
-        told += weights
-        if progress is not None:
-            progress(weights)
-
-    try:
-        return quantize_groups(groups, encode, settings, tell)
-    except torch.OutOfMemoryError:
-        if device.type == "cpu":
-            raise
-    if progress is not None:
-        progress(-told)
-    torch.cuda.empty_cache()
-    if len(groups) > 1 or len(groups[0].members) > 1:
-        return [q for part in _halves(groups) for q in quantize_within_memory(part, encode, settings, progress)]
-    return _on_host(groups[0], device, encode, settings, progress)
-
-
-def _that_fit(groups: list[Group], device: torch.device) -> list[list[Group]]:
-    """Consecutive groups together as far as they should fit; a single group is always tried."""
-    if device.type == "cpu":
-        return [[g] for g in groups]
-    room = memory.available_bytes(device) - memory.reserve_bytes(device)
-    parts: list[list[Group]] = []
-    used = room + 1
-    for group in groups:
-        need = _working_bytes(group)
-        if used + need > room:
-            parts.append([])
-            used = 0
-        parts[-1].append(group)
-        used += need
-    return parts
-
-
-def _working_bytes(group: Group) -> int:
-    """Peak bytes: Hessian, factors and what is made on the way to them; per weight its target, two forms of its values, states."""
-    k = padded(group.members[0].weight.shape[1])
-    weights = sum(k * padded(m.weight.shape[0]) for m in group.members)
-    return 4 * k * k * (6 + len(group.members)) + 26 * weights
-
-
-def _halves(groups: list[Group]) -> list[list[Group]]:
-    if len(groups) > 1:
-        return [groups[: len(groups) // 2], groups[len(groups) // 2 :]]
-    members = groups[0].members
-    return [[dataclasses.replace(groups[0], members=half)] for half in (members[: len(members) // 2], members[len(members) // 2 :])]
-
-
-def _on_host(
-    group: Group, device: torch.device, encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None
-) -> list[Quantized]:
-    def encode_there(tiles: Tensor, rate: float, seam_window: int) -> tuple[Tensor, Tensor]:
-        states, values = encode(tiles.to(device), rate, seam_window)
-        return states.cpu(), values.cpu()
-
-    members = [dataclasses.replace(m, weight=m.weight.cpu()) for m in group.members]
-    results = quantize_groups([dataclasses.replace(group, members=members)], encode_there, settings, progress)
-    for q in results:
-        q.report.on_host = True
-    return results
-
-
-def _prepare(group: Group, settings: Settings) -> list[_Work]:
-    """Regularised matrices."""
-    members, hessian = group.members, group.hessian
-    calibrated = hessian is not None and hessian.usable
-    k = padded(members[0].weight.shape[1])
-    device = members[0].weight.device
-    matrix = hessian.matrix(device) if calibrated and hessian is not None else torch.eye(k, device=device)
-    signs = random_signs(f"{group.name}:in", k, settings.seed).to(device)
-    work = []
-    for m in members:
-        target = _pad(m.weight.float().T)
-        out_signs = random_signs(f"{m.key}:out", target.shape[1], settings.seed).to(device)
-        reg = regularize(target, signs, out_signs, out_scales=m.out_scales)
-        work.append(_Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh))
-    return work
-
-
-def _factor(work: list[_Work], settings: Settings) -> None:
-    """Factors of the matrices of one group: one each where it sees the rows' scales, else one for all."""
-    shared: Factor | None = None
-    for w in work if work[0].calibrated else []:
-        if settings.scaled_hessian:
-            w.factor = block_ldl(w.matrix, settings.damping, w.suh, name=w.member.key)
-        else:
-            w.factor = shared = shared or block_ldl(w.matrix, settings.damping, w.signs, name=w.member.key)
-
-
-def _scale(work: list[_Work], encode: EncodeAt, settings: Settings) -> None:
-    """Brings matrices of one rate to their size in codebook units."""
-    rate = work[0].member.rate
-    quick = _bound(encode, rate, _QUICK_WINDOW)
-    rotated = [w.rotated for w in work if w.rotated is not None]
-    scales = global_scales(rotated, settings.codebook, rate, quick, always_search=settings.search_scale)
-    for w, (g, searched) in zip(work, scales):
-        w.suh.div_(g)
-        w.scale, w.searched = g, searched
-        if w.rotated is not None:
-            w.rotated.mul_(g)
-
-
-def _bound(encode: EncodeAt, rate: float, seam_window: int) -> Encode:
-    return lambda tiles: encode(tiles, rate, seam_window)
-
-
-def _check_ranges(work: list[_Work]) -> None:
-    """NumericalError where a matrix is too large or too uneven for the file's fp16 scales."""
-    largest = torch.stack([torch.maximum(w.suh.abs().max(), w.svh.abs().max()) for w in work]).tolist()
-    for w, value in zip(work, largest):
-        if not value < FP16_MAX / 4:  # also NaN; the refit moves scales a little
-            raise NumericalError(
-                f"{w.member.key}: weights need a channel scale of {value:.3g}, more than fp16 holds; rescale the source model"
-            )
-
-
 @dataclass
-class _Work:
+class Work:
+    """A matrix on its way."""
+
     member: Member
     matrix: Tensor  # (k, k), original basis
     calibrated: bool
@@ -249,7 +97,108 @@ class _Work:
         return problem
 
 
-def _finish(w: _Work, settings: Settings) -> Quantized:
+def quantize_groups(
+    groups: list[Group], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
+) -> list[Quantized]:
+    """Quantizes the matrices of all groups, on the device of the weights; results in the order given.
+
+    Matrices of one rate run in step, so that an encoder call serves all of them; what a matrix becomes doesn't depend on the others.
+    """
+    started = time.monotonic()
+    work = prepare(groups, encode, settings)
+    for w, solution in zip(work, solve([(w.problem(), w.member.rate) for w in work], encode, settings, progress)):
+        w.states, w.values = solution.states, solution.values
+    return finish(work, settings, started)
+
+
+def prepare(groups: list[Group], encode: EncodeAt, settings: Settings) -> list[Work]:
+    """Matrices regularised, scaled and with their factors, ready for the recursion."""
+    by_group = [_regularize(group, settings) for group in groups]
+    work = [w for members in by_group for w in members]
+    _check_ranges(work)
+    for members in by_group:
+        _factor(members, settings)
+    for rate in dict.fromkeys(w.member.rate for w in work):
+        _scale([w for w in work if w.member.rate == rate], encode, settings)
+    return work
+
+
+def solve(
+    problems: list[tuple[Problem, float]], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
+) -> list[Solution]:
+    """The recursion for matrices with their rates, those of one rate in step; solutions in the order given. Empties `problems`."""
+    found: dict[int, Solution] = {}
+    left = dict(enumerate(problems))
+    problems.clear()
+    for rate in dict.fromkeys(r for _, r in left.values()):
+        indices = [i for i, (_, r) in left.items() if r == rate]
+        solutions = ldlq([left.pop(i)[0] for i in indices], _bound(encode, rate, settings.seam_window), progress)
+        found |= zip(indices, solutions)
+    return [found[i] for i in sorted(found)]
+
+
+def finish(work: list[Work], settings: Settings, started: float) -> list[Quantized]:
+    """Tensors and reports of solved matrices; `started`: time.monotonic() when work on them began."""
+    results = [_finish(w, settings) for w in work]
+    _report(work, results, time.monotonic() - started)
+    return results
+
+
+def _regularize(group: Group, settings: Settings) -> list[Work]:
+    """Regularised matrices."""
+    members, hessian = group.members, group.hessian
+    calibrated = hessian is not None and hessian.usable
+    k = padded(members[0].weight.shape[1])
+    device = members[0].weight.device
+    matrix = hessian.matrix(device) if calibrated and hessian is not None else torch.eye(k, device=device)
+    signs = random_signs(f"{group.name}:in", k, settings.seed).to(device)
+    work = []
+    for m in members:
+        target = _pad(m.weight.float().T)
+        out_signs = random_signs(f"{m.key}:out", target.shape[1], settings.seed).to(device)
+        reg = regularize(target, signs, out_signs, out_scales=m.out_scales)
+        work.append(Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh))
+    return work
+
+
+def _factor(work: list[Work], settings: Settings) -> None:
+    """Factors of the matrices of one group: one each where it sees the rows' scales, else one for all."""
+    shared: Factor | None = None
+    for w in work if work[0].calibrated else []:
+        if settings.scaled_hessian:
+            w.factor = block_ldl(w.matrix, settings.damping, w.suh, name=w.member.key)
+        else:
+            w.factor = shared = shared or block_ldl(w.matrix, settings.damping, w.signs, name=w.member.key)
+
+
+def _scale(work: list[Work], encode: EncodeAt, settings: Settings) -> None:
+    """Brings matrices of one rate to their size in codebook units."""
+    rate = work[0].member.rate
+    quick = _bound(encode, rate, _QUICK_WINDOW)
+    rotated = [w.rotated for w in work if w.rotated is not None]
+    scales = global_scales(rotated, settings.codebook, rate, quick, always_search=settings.search_scale)
+    for w, (g, searched) in zip(work, scales):
+        w.suh.div_(g)
+        w.scale, w.searched = g, searched
+        if w.rotated is not None:
+            w.rotated.mul_(g)
+
+
+def _bound(encode: EncodeAt, rate: float, seam_window: int) -> Encode:
+    return lambda tiles: encode(tiles, rate, seam_window)
+
+
+def _check_ranges(work: list[Work]) -> None:
+    """NumericalError where a matrix is too large or too uneven for the file's fp16 scales."""
+    largest = torch.stack([torch.maximum(w.suh.abs().max(), w.svh.abs().max()) for w in work]).tolist()
+    for w, value in zip(work, largest):
+        if not value < FP16_MAX / 4:  # also NaN; the refit moves scales a little
+            raise NumericalError(
+                f"{w.member.key}: weights need a channel scale of {value:.3g}, more than fp16 holds; rescale the source model"
+            )
+
+
+def _finish(w: Work, settings: Settings) -> Quantized:
     """Scales refitted, trellis packed; waits for nothing."""
     assert w.states is not None and w.values is not None
     used = 0.0 if w.factor is None else w.factor.damping
@@ -290,7 +239,7 @@ def _finish(w: _Work, settings: Settings) -> Quantized:
     return Quantized(tensors, report, dequantized[:n_in, :n_out].T)
 
 
-def _report(work: list[_Work], results: list[Quantized], seconds: float) -> None:
+def _report(work: list[Work], results: list[Quantized], seconds: float) -> None:
     """What the device found out, fetched at once; time by size, for the matrices were worked on together."""
     total = sum(w.target.numel() for w in work)
     errors = torch.stack([w.errors for w in work if w.errors is not None]).tolist()

@@ -141,7 +141,7 @@ def _meet_total(plan: Plan, options: ConvertOptions, half: bool) -> None:
 
 
 def check_resources(
-    plan: Plan, model: Any, options: ConvertOptions, device: torch.device, work: Path, output: Path, *, resuming: bool = False
+    plan: Plan, model: Any, options: ConvertOptions, devices: list[torch.device], work: Path, output: Path, *, resuming: bool = False
 ) -> None:
     """ResourceError before the first layer when disk or memory will not do."""
     assert options.cal_rows is not None and options.cal_cols is not None
@@ -153,11 +153,11 @@ def check_resources(
     else:
         check_disk(work, on_work, "the work folder")
         check_disk(output, result, "the result")
-    need = {"calibration streams": streams, "weights and working copies": working_bytes(plan, model, device)}
-    host = dict(need) if device.type == "cpu" else {"calibration streams": streams}
-    _check_memory(host, torch.device("cpu"))
-    if device.type != "cpu":
-        _check_memory({"weights and working copies": need["weights and working copies"]}, device)
+    working = {"weights and working copies": working_bytes(plan, model, devices[0])}
+    host = {"calibration streams": streams}
+    _check_memory(host | working if devices[0].type == "cpu" else host, torch.device("cpu"))
+    for device in devices if devices[0].type != "cpu" else []:  # what exceeds it goes into host memory
+        _check_memory({"a block and its statistics": least_bytes(plan)}, device)
 
 
 def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
@@ -172,6 +172,13 @@ def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
     k = max(s.in_padded for s in [*plan.specs, plan.head])
     embedding = 4 * plan.embed_shape[0] * plan.embed_shape[1] if device.type == "cpu" else 0
     return block + 7 * 4 * largest + 6 * 4 * k * k + embedding + memory.workspace_bytes(model)
+
+
+def least_bytes(plan: Plan) -> int:
+    """Bytes without which a card cannot take part: a block as stored and in half precision, the largest Hessian and its parts."""
+    layers = max((s.layer for s in plan.specs), default=0) + 1
+    k = max(s.in_padded for s in [*plan.specs, plan.head])
+    return 6 * sum(s.weights for s in plan.specs) // layers + 3 * 4 * k * k
 
 
 def stream_room(plan: Plan, model: Any, device: torch.device) -> int:

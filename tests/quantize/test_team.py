@@ -1,0 +1,187 @@
+"""Several devices: the work is shared, the bytes stay the same. Here all devices are the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_convert import contents, pytestmark, run
+from tiny_llama import VOCAB, write_model
+
+from exl3 import ops
+from exl3.errors import ArgumentError, BackendError
+from exl3.quantize import ldlq, transfer
+from exl3.quantize.convert import _encoder, convert
+from exl3.quantize.devices import choose_devices, read_ratios
+from exl3.quantize.fitting import _on_host
+from exl3.quantize.hessian import Hessian
+from exl3.quantize.linear import Group, Member, Settings, quantize_groups
+from exl3.quantize.streams import SHARDS, Shard, Streams, shard_rows
+from exl3.quantize.team import Speed, Team, Worker, deal, share_columns
+
+__all__ = ["pytestmark"]
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    ids = torch.randint(0, VOCAB, (12, 48), generator=torch.Generator().manual_seed(9), dtype=torch.int64)
+    save_file({"input_ids": ids}, tmp_path / "cal.safetensors")
+    return tmp_path / "cal.safetensors"
+
+
+@pytest.mark.parametrize("options", [{"recapture": False}, {"correction": 0.5, "token_weighting": True}], ids=["one capture", "recapture"])
+def test_any_number_of_devices_gives_the_same_bytes(tmp_path: Path, calibration: Path, monkeypatch, options):
+    monkeypatch.setattr(ldlq, "PIECE", 64)
+    monkeypatch.setattr("exl3.quantize.team.PIECE", 64)
+    monkeypatch.setattr("exl3.quantize.convert.BATCH_TOKENS", {"cpu": 48})  # twelve batches in twelve shards
+    source = write_model(tmp_path / "source")
+    run(source, tmp_path / "one", calibration, 2.5, **options)
+    report = run(source, tmp_path / "three", calibration, 2.5, devices="cpu,cpu,cpu", device_ratios="1,1,3", **options)
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert not report.fallbacks and report.proxy_error > 0
+
+
+def test_shards_depend_on_rows_alone_and_cover_them():
+    for rows, per_batch in [(1, 8), (12, 1), (250, 8), (128, 8), (1000, 8)]:
+        cuts = shard_rows(rows, per_batch)
+        assert cuts[0][0] == 0 and cuts[-1][1] == rows and len(cuts) <= SHARDS
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts)) and all(a % per_batch == 0 for a, _ in cuts)
+
+
+class _Reader:
+    def close(self) -> None: ...
+
+
+def _team(speeds: list[float]) -> Team:
+    workers = [Worker(torch.device("cpu"), None, Streams(None, torch.device("cpu"), 1), _Reader()) for _ in speeds]
+    for w, speed in zip(workers, speeds):
+        w.speed = Speed(speed, speed)
+    return Team(workers)
+
+
+def test_shards_are_spread_by_speed_and_come_back_in_order():
+    with _team([1, 1, 3]) as team:
+        team.spread([Shard(i, torch.full((1, 2, 2), float(i)), None) for i in range(10)])
+        assert [len(w.streams.shards) for w in team.workers] == [2, 2, 6]
+        assert 0 in team.lead.streams.shards
+        assert [s.first_row for s in team.shards()] == list(range(10))
+        assert list(team.over_shards(lambda w, n: float(w.streams.shards[n].quantized[0, 0, 0]))) == list(range(10))
+
+
+def test_a_failing_worker_is_named_and_the_job_can_be_resumed(tmp_path: Path, calibration: Path, monkeypatch):
+    source = write_model(tmp_path / "source")
+    run(source, tmp_path / "whole", calibration, 3)
+    calls, encode = 0, ops.encode
+
+    def vanishes(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 60:
+            raise BackendError("cuda:1 failed (CUDA error: device-side assert)")
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "encode", vanishes)
+    with pytest.raises(BackendError, match="cuda:1"):
+        run(source, tmp_path / "out", calibration, 3, devices="cpu,cpu")
+    monkeypatch.setattr(ops, "encode", encode)
+    convert(work_dir=tmp_path / "out.work", resume=True, devices="cpu")  # with what is left
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_matrices_and_columns_are_dealt_by_speed():
+    assert deal([9, 5, 4], [1, 1]) == [0, 1, 1]
+    assert deal([4, 4, 4, 4], [1, 3]).count(1) == 3
+    n = 8 * ldlq.PIECE
+    parts = share_columns([(128, n), (128, 2 * ldlq.PIECE)], [0, 1], [1, 1])
+    assert [(p.worker, p.start, p.stop) for p in parts[1]] == [(1, 0, 2 * ldlq.PIECE)]
+    assert parts[0][0] == type(parts[0][0])(0, 0, 5 * ldlq.PIECE) and parts[0][1].stop == n
+    assert share_columns([(128, 128)], [0], [1, 1]) == [[type(parts[0][0])(0, 0, 128)]]
+    whole = share_columns([(256, 3 * ldlq.PIECE + 128)], [1], [1, 1, 1])[0]
+    assert [p.start for p in whole[1:]] == [p.stop for p in whole[:-1]] and whole[-1].stop == 3 * ldlq.PIECE + 128
+
+
+def test_devices_and_ratios_are_checked():
+    assert choose_devices("cpu,cpu") == [torch.device("cpu")] * 2
+    assert read_ratios("", 2) is None and read_ratios("1,3", 2) == [1.0, 3.0]
+    for text in ("1", "1,0", "1,x", "1,nan"):
+        with pytest.raises(ArgumentError, match="device_ratios"):
+            read_ratios(text, 2)
+    with pytest.raises(ArgumentError):
+        choose_devices("cuda:77")
+
+
+def test_copies_go_through_the_host_where_asked_or_where_the_probe_fails(monkeypatch):
+    a, b = torch.device("cuda", 0), torch.device("cuda", 1)
+    probes = []
+    monkeypatch.setattr(transfer, "_arrives", lambda s, t: probes.append((s, t)) or False)
+    monkeypatch.delenv("EXLLAMA_NO_P2P_COPY", raising=False)
+    assert not transfer.direct(a, b) and probes == [(a, b)]
+    monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", "0")
+    assert transfer.direct(a, b)
+    monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", "1")
+    assert not transfer.direct(a, b) and len(probes) == 1
+
+
+def test_a_lying_copy_is_found(monkeypatch):
+    meta = torch.device("cpu")
+    assert transfer._arrives.__wrapped__(meta, meta)
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    with pytest.warns(UserWarning, match="arrive damaged"):
+        assert not transfer._arrives.__wrapped__(meta, meta)
+
+
+def test_out_of_memory_in_a_forward_pass_means_smaller_batches():
+    streams = Streams(None, torch.device("cpu"), 8)
+    seen = []
+
+    def work() -> int:
+        seen.append(streams.rows_per_batch)
+        if streams.rows_per_batch > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (test)")
+        return 7
+
+    assert streams.within_memory(work) == 7 and seen == [8, 4, 2]
+
+    def never() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory (test)")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        streams.within_memory(never)
+
+
+def test_a_matrix_too_large_for_the_device_is_worked_on_in_host_memory():
+    cpu = torch.device("cpu")
+    g = torch.Generator().manual_seed(1)
+    hessian = Hessian("x", 128, cpu)
+    hessian.add(torch.randn(500, 128, generator=g))
+    group = Group("x", [Member("x", torch.randn(64, 128, generator=g), 3)], hessian)
+    encode, settings = _encoder("mul1"), Settings(seam_window=16)
+    [want], [got] = quantize_groups([group], encode, settings), _on_host(group, cpu, encode, settings, None)
+    assert got.report.on_host and not want.report.on_host
+    assert all(torch.equal(want.tensors[name], t) for name, t in got.tensors.items())
+
+
+def test_no_two_matrices_fit_together(tmp_path: Path, calibration: Path, monkeypatch):
+    """No two matrices fit together: they are worked on one by one, and nothing else changes."""
+    source = write_model(tmp_path / "source")
+    run(source, tmp_path / "whole", calibration, 3, recapture=False)
+    from exl3.quantize import fitting
+
+    real, calls = fitting.quantize_groups, []
+
+    def full(groups, *args, **kwargs):
+        calls.append(sum(len(g.members) for g in groups))
+        if calls[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (test)")
+        return real(groups, *args, **kwargs)
+
+    monkeypatch.setattr(fitting, "quantize_groups", full)
+    monkeypatch.setattr(fitting, "_that_fit", lambda groups, device: [groups])
+    monkeypatch.setattr(fitting, "can_shrink", lambda device: True)
+    run(source, tmp_path / "out", calibration, 3, recapture=False)
+    assert max(calls) == 7 and calls.count(1) > 7
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert load_file(tmp_path / "out" / "model.safetensors")
