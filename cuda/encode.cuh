@@ -34,6 +34,8 @@ struct Search {
   static constexpr int kThreadsAGroup = kWays / kOuts;
   static constexpr bool kByNode = K == 8;                      // one group only: the half2 is a pair of nodes, costs are stored twice
   static constexpr int kCostBytes = kNodes * (kByNode ? 4 : 2);
+  // Threads that share a node take ways next to each other: their costs lie in different banks.
+  static __device__ __forceinline__ int way(int share, int i) { return i / 2 * 2 * kShare + share * 2 + i % 2; }
 };
 
 // Every eighth step, once all nodes can be reached, the least cost of the first nodes is taken off all: differences matter alone, and fp16
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
       for (int j = 0; j < S::kOuts; j++)
 #pragma unroll
         for (int i = 0; i < S::kMine; i++) {
-          const uint32_t way = (uint32_t)(share * S::kMine + i) << (16 - K);
+          const uint32_t way = (uint32_t)S::way(share, i) << (16 - K);
           const uint32_t o = S::kByNode ? out0 : 2 * (pair0 + a * kPairStep) * S::kWays + out0 + j;
           const __half2 two = __hmul2(__halves2half2(code(way | o), code(way | (o + (S::kByNode ? 1 : S::kWays)))), __float2half2_rn(kUnit));
           uint32_t bits = *(const uint32_t*)&two;
@@ -167,9 +169,16 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
           __half2 least[S::kOuts];
 #pragma unroll
           for (int i = 0; i < S::kMine; i += 2) {
-            const int way = share * S::kMine + i;
-            const __half2 c0 = S::kByNode ? from[way] : from[way * (S::kGroups / 2) + pair];
-            const __half2 c1 = S::kByNode ? from[way + 1] : from[(way + 1) * (S::kGroups / 2) + pair];
+            const int way = S::way(share, i);
+            __half2 c0, c1;
+            if constexpr (S::kByNode) {
+              const uint2 both = *(const uint2*)(from + way);
+              c0 = *(const __half2*)&both.x;
+              c1 = *(const __half2*)&both.y;
+            } else {
+              c0 = from[way * (S::kGroups / 2) + pair];
+              c1 = from[(way + 1) * (S::kGroups / 2) + pair];
+            }
 #pragma unroll
             for (int j = 0; j < S::kOuts; j++) {
               __half2 x = __hadd2(value[a][j][i], target), y = __hadd2(value[a][j][i + 1], target);

@@ -340,8 +340,8 @@ _ROWS: dict[str, list[Setting]] = {
         _later("EXL3_AUTOSPLIT_MARGIN_MB", "int", 256, "MiB kept free on each GPU", _SPLIT, "load", low=0),
     ],
     "Several GPUs": [
-        _later("EXLLAMA_NO_P2P_COPY", "auto", None,
-               "copies between GPUs through host memory: 1 always, 0 never, unset where a probe fails", _SPLIT),
+        _works("EXLLAMA_NO_P2P_COPY", "auto", None,
+               "conversion on several GPUs: copies between them through host memory: 1 always, 0 never, unset where a probe fails"),
         _later("EXLLAMA_MASTER_ADDR", "text", "127.0.0.1", "rendezvous address of tensor parallel", _TP, "load"),
         _later("EXLLAMA_MASTER_PORT", "int", None, "rendezvous port; unset: a free one", _TP, "load"),
         _later("EXL3_TP_NO_FWD_BARRIER", "flag", True, "no barrier at the start of a pass", _TP, "load"),

@@ -30,7 +30,7 @@ from exl3.quantize.head import quantize_head
 from exl3.quantize.hessian import check_weights
 from exl3.quantize.job import Job, changed_settings, check_streams, fingerprint, stream_tensors
 from exl3.quantize.linear import EncodeAt, Settings
-from exl3.quantize.options import CHANGEABLE, ConvertOptions
+from exl3.quantize.options import CHANGEABLE, MOMENTARY, ConvertOptions
 from exl3.quantize.plan import Plan, check_resources, make_plan, stream_room
 from exl3.quantize.recipe import format_recipe
 from exl3.quantize.report import BlockReport, Report
@@ -218,7 +218,7 @@ class _Conversion:
                 raise JobError(
                     f"{self.work}: this job was begun with {name}={was}, not {now}; leave the option out, or start anew in another folder"
                 )
-            self.given = old | asked
+            self.given = {k: v for k, v in old.items() if k not in MOMENTARY} | asked
         return ConvertOptions(**self._own(self.given)).checked()
 
     def _as_stored(self, options: ConvertOptions) -> dict[str, Any]:

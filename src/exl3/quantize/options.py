@@ -20,6 +20,9 @@ CHANGEABLE = frozenset(
      "max_module", "verbose", "parallel_mode", "resume"}
 )  # fmt: skip
 
+# for one run only: a resumed job starts from their defaults
+MOMENTARY = frozenset({"max_module", "last_checkpoint_index"})
+
 # calibration (rows, tokens in a row) by quality, on a CPU and on a GPU
 _CALIBRATION = {
     ("fast", "cpu"): (24, 512), ("default", "cpu"): (48, 512), ("best", "cpu"): (256, 1024),
