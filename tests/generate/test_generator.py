@@ -5,7 +5,7 @@ import pytest
 import torch
 from stubs import ChainModel, HistoryModel, StubCache, ToyTokenizer, run, text_of, tokens_of
 
-from exl3.errors import ArgumentError, NumericalError
+from exl3.errors import ArgumentError, Exl3Error, NumericalError
 from exl3.generate.generator import Generator
 from exl3.generate.job import Job
 from exl3.generate.presets import ArgmaxSampler, ComboSampler, DefaultSampler
@@ -572,3 +572,44 @@ def test_closed_generator_refuses():
     assert generator.pagetable.referenced == 0
     with pytest.raises(RuntimeError, match="closed"):
         generator.iterate()
+
+
+JUNK = [
+    True,
+    2.5,
+    float("nan"),
+    "x",
+    b"a",
+    [],
+    [1],
+    {"a": 1},
+    object(),
+    torch.zeros(0),
+    torch.tensor([[1, 2]]),
+    np.array(["a"]),
+    len,
+    -(2**70),
+]
+WHOLE = ("max_new_tokens", "min_new_tokens", "max_skips", "return_top_tokens", "max_rq_tokens")
+FLAGS = ("decode_special_tokens", "return_logits", "return_probs", "token_healing", "return_prompt_probs", "clamp")
+LISTS = ("stop_conditions", "filters", "banned_strings", "embeddings")
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *FLAGS, *LISTS, "seed", "sampler", "stop_on_loop", "input_ids"])
+def test_junk_is_refused_when_the_job_is_made(name):
+    """Whatever is passed: taken, or an error of exl3 from the constructor or `enqueue`; never one in the middle of a step."""
+    generator = Generator(HistoryModel(), StubCache(2048))
+    refused = 0
+    for value in JUNK:
+        good = Job([5, 6], 3, sampler=ArgmaxSampler())
+        generator.enqueue(good)
+        options = {"input_ids": [5, 6], "max_new_tokens": 3, "sampler": ArgmaxSampler(), name: value}
+        try:
+            generator.enqueue(Job(**options))
+        except (Exl3Error, NotImplementedError):
+            refused += 1
+        while generator.num_remaining_jobs():
+            for r in generator.iterate():
+                assert r["stage"] != "error", (name, value, r)
+        assert good.new_tokens == 3 and generator.pagetable.referenced == 0
+    assert refused >= 5

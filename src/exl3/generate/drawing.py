@@ -66,7 +66,7 @@ class Drawer:
                 out[i] = error
         if fused:
             self._draw_together(logits, rows, fused, out)
-        return [o if isinstance(o, Exception) else (o, self._extra(rows[i][0], extras.get(i), o)) for i, o in enumerate(out)]
+        return [self._with_extra(rows[i][0], extras.get(i), o) for i, o in enumerate(out)]
 
     def _restrict(self, row: Tensor, job: Job) -> None:
         """Masks what may not come: filters, tokens blocked by banned strings, end tokens before the minimum, pieces that don't heal."""
@@ -160,10 +160,18 @@ class Drawer:
             return error
         return NumericalError(f"job {job.serial_number}: the sampler found no token")
 
-    def _extra(self, job: Job, raw: Tensor | None, token: int) -> Any:
+    def _with_extra(self, job: Job, raw: Tensor | None, drawn: Any) -> Drawn:
+        if isinstance(drawn, Exception) or raw is None:
+            return drawn if isinstance(drawn, Exception) else (drawn, None)
+        try:
+            return drawn, self._extra(job, raw, drawn)
+        except BackendError:
+            raise
+        except Exception as error:
+            return error
+
+    def _extra(self, job: Job, raw: Tensor, token: int) -> Any:
         """(probability, top ids, top probabilities, logits) of the raw logits, on the CPU."""
-        if raw is None:
-            return None
         probs = torch.softmax(raw, 0)
         top_p = top_i = logits = None
         if job.return_top_tokens:

@@ -227,7 +227,7 @@ class _TokenTable:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        from exl3.generate.job import as_ids
+        from exl3.generate.arguments import as_ids
 
         return as_ids(self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)).tolist()
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from exl3.errors import ArgumentError, UnsupportedError
+from exl3.generate import arguments
+from exl3.generate.arguments import as_ids, flag, whole
 from exl3.generate.pages import JobTooLargeError
 from exl3.generate.presets import DefaultSampler
 from exl3.generate.sampling import Plan, Sampler
@@ -24,28 +26,6 @@ _serials = itertools.count(1)
 
 class ContextLengthError(JobTooLargeError, ArgumentError):
     """Prompt and new tokens are more than the model's context holds."""
-
-
-def as_ids(input_ids: Any) -> np.ndarray:
-    """A prompt as int32 `(n,)`: a tensor or array `(n,)` or `(1, n)`, a list of ids, or a list with exactly one such tensor."""
-    if isinstance(input_ids, (list, tuple)) and len(input_ids) == 1 and not isinstance(input_ids[0], int):
-        input_ids = input_ids[0]
-    try:
-        array = input_ids.cpu().numpy() if isinstance(input_ids, torch.Tensor) else np.asarray(input_ids)
-    except (ValueError, TypeError) as e:
-        raise ArgumentError(f"input_ids: a list of token ids or a tensor (1, n) is needed ({e})") from None
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.dtype == object and all(isinstance(i, int) for i in array.reshape(-1)):  # integers beyond 64 bits
-        raise ArgumentError(f"input_ids: {max(array.reshape(-1), key=abs)} is outside any vocabulary")
-    if array.dtype.kind not in "iu":
-        raise ArgumentError(f"input_ids: whole numbers are needed, got {array.dtype}")
-    if array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):
-        raise ArgumentError(f"input_ids: one sequence of shape (1, n) is needed, got {array.shape}; make one job per sequence")
-    array = array.reshape(-1)
-    if int(array.min()) < 0 or int(array.max()) >= 1 << 31:
-        raise ArgumentError(f"input_ids: {int(array.min())} .. {int(array.max())} do not all fit a vocabulary")
-    return array.astype(np.int32)
 
 
 class Job:
@@ -97,33 +77,28 @@ class Job:
     ) -> None:
         if kwargs:
             raise ArgumentError(f"Job: unknown argument {next(iter(kwargs))!r}")
-        if embeddings:
+        if embeddings is not None and arguments.listed("embeddings", embeddings, "embeddings"):
             raise UnsupportedError("Job: embeddings (images) are not supported yet; pass text tokens only")
-        if max_new_tokens is not None and max_new_tokens < 0:
-            raise ArgumentError(f"max_new_tokens {max_new_tokens}: 0 (score the prompt) or more is needed")
-        if min_new_tokens < 0:
-            raise ArgumentError(f"min_new_tokens {min_new_tokens}: 0 or more is needed")
-        if max_rq_tokens is not None and max_rq_tokens < 1:
-            raise ArgumentError(f"max_rq_tokens {max_rq_tokens}: 1 or more is needed")
-        if (return_top_tokens or 0) < 0:
-            raise ArgumentError(f"return_top_tokens {return_top_tokens}: 0 or more is needed")
         self.prompt = as_ids(input_ids)
-        self.max_new_tokens, self.min_new_tokens, self.max_skips = max_new_tokens, min_new_tokens, max_skips
-        self.stop_conditions = None if stop_conditions is None else list(stop_conditions)
-        self.decode_special_tokens = decode_special_tokens
-        self.return_top_tokens, self.return_logits, self.return_probs = return_top_tokens or 0, return_logits, return_probs
-        self.return_prompt_probs = return_prompt_probs
-        self.wants_extra = bool(return_probs or return_logits or return_top_tokens)  # results carry probabilities or logits
-        self.filters = list(filters or ())
-        self.token_healing, self.identifier, self.clamp = token_healing, identifier, clamp
-        self.banned_strings = list(banned_strings or ())
-        self.max_rq_tokens = max_rq_tokens
-        self.loop = LoopDetector(*stop_on_loop) if stop_on_loop else None
-        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF
+        self.max_new_tokens = None if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 0, "(score the prompt) ")
+        self.min_new_tokens = whole("min_new_tokens", 0 if min_new_tokens is None else min_new_tokens, 0)
+        self.max_skips = whole("max_skips", max_skips, 0)
+        self.stop_conditions = None if stop_conditions is None else arguments.conditions("stop_conditions", stop_conditions)
+        self.decode_special_tokens = flag("decode_special_tokens", decode_special_tokens)
+        self.return_top_tokens = whole("return_top_tokens", 0 if return_top_tokens is None else return_top_tokens, 0)
+        self.return_logits, self.return_probs = flag("return_logits", return_logits), flag("return_probs", return_probs)
+        self.return_prompt_probs = flag("return_prompt_probs", return_prompt_probs)
+        self.wants_extra = self.return_probs or self.return_logits or self.return_top_tokens > 0  # results carry probabilities or logits
+        self.filters = arguments.filters(filters)
+        self.token_healing, self.identifier, self.clamp = flag("token_healing", token_healing), identifier, flag("clamp", clamp)
+        self.banned_strings = arguments.strings("banned_strings", banned_strings)
+        self.max_rq_tokens = None if max_rq_tokens is None else whole("max_rq_tokens", max_rq_tokens, 1)
+        self.loop = None if stop_on_loop is None else LoopDetector(*arguments.pair("stop_on_loop", stop_on_loop))
+        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else whole("seed", seed, -(1 << 200)) & 0xFFFFFFFFFFFFFFFF
         self.serial_number = next(_serials)
         # engine state
         self.generator: Any = None
-        self.set_sampler(sampler or DefaultSampler())
+        self.set_sampler(DefaultSampler() if sampler is None else sampler)
         self.pieces: Pieces | None = None
         self.ids = self.prompt  # buffer of all tokens, `n` of them used, of which `cached` have keys and values
         self.n = self.cached = 0
@@ -184,7 +159,7 @@ class Job:
 
     def set_filters(self, filters: Sequence[Any] | None) -> None:
         """Replaces the filters; each begins afresh."""
-        given = list(filters or ())
+        given = arguments.filters(filters)
         self._change(lambda: self._take_filters(given))
 
     def _take_filters(self, filters: list[Any]) -> None:
@@ -200,7 +175,8 @@ class Job:
 
     def set_banned_strings(self, banned_strings: Sequence[str] | None) -> None:
         """Replaces the banned strings; text that only the old ones held is released."""
-        self._change(lambda: self._take_banned(list(banned_strings or ())))
+        given = arguments.strings("banned_strings", banned_strings)
+        self._change(lambda: self._take_banned(given))
 
     def _take_banned(self, banned_strings: list[str]) -> None:
         self.banned_strings = banned_strings

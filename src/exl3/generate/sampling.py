@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl3.errors import NumericalError
+from exl3.errors import ArgumentError, NumericalError
 
 NO_RANGE = 100_000_000
 _LARGEST = 3e38  # of fp32
@@ -117,7 +117,7 @@ class SS_TopK(SS_Base):
     """Keeps the `top_k` likeliest tokens and those that tie with the last of them."""
 
     def __init__(self, top_k: int) -> None:
-        self.top_k = int(top_k)
+        self.top_k = int(max(0, min(top_k, NO_RANGE)))
 
     def run(self, state: State) -> None:
         if self.top_k < len(state.logits):
@@ -324,6 +324,8 @@ class SS_LogitBias(SS_Base):
     """Adds a bias to the given ids; -inf, or what fp32 can't hold, bans; NaN, +inf and 0 are dropped."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
+        if not isinstance(bias, Mapping):
+            raise ArgumentError(f"SS_LogitBias: a mapping of token ids to numbers is needed, got {bias!r}")
         keep = {int(i): float(b) for i, b in bias.items()}
         self.bias = {i: b if b > -_LARGEST else -math.inf for i, b in keep.items() if b != 0 and b < _LARGEST}
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from exl3.errors import ArgumentError
+
 _REPLACEMENT = "�"
 
 
@@ -288,7 +290,7 @@ class LoopDetector:
 
     def __init__(self, window: int, min_repeats: int) -> None:
         if window < 2 or min_repeats < 2 or window < min_repeats:
-            raise ValueError(f"stop_on_loop needs window >= min_repeats >= 2, got ({window}, {min_repeats})")
+            raise ArgumentError(f"stop_on_loop needs window >= min_repeats >= 2, got ({window}, {min_repeats})")
         self.window, self.periods = window, window // min_repeats
         self._need = window - np.arange(1, self.periods + 1)
         self.reset()
