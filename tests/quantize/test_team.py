@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from test_convert import contents, pytestmark, run
 from tiny_llama import VOCAB, write_model
 
 from exl3 import ops
-from exl3.errors import ArgumentError, BackendError
+from exl3.errors import ArgumentError, BackendError, ResourceError
 from exl3.quantize import ldlq, transfer
+from exl3.quantize.background import Reader, Writer
 from exl3.quantize.convert import _encoder, convert
 from exl3.quantize.devices import choose_devices, read_ratios
 from exl3.quantize.fitting import _on_host
@@ -185,3 +188,44 @@ def test_no_two_matrices_fit_together(tmp_path: Path, calibration: Path, monkeyp
     assert max(calls) == 7 and calls.count(1) > 7
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_writer_keeps_the_order_and_raises_what_went_wrong():
+    done: list[int] = []
+
+    def slow(i: int) -> None:
+        time.sleep(0.02)
+        done.append(i)
+
+    with Writer() as writer:
+        for i in range(5):
+            writer.submit(slow, i)
+        writer.flush()
+        assert done == [0, 1, 2, 3, 4]
+        writer.submit(slow, 5)
+    assert done[-1] == 5
+
+    def full() -> None:
+        raise ResourceError("disk full")
+
+    with pytest.raises(ResourceError, match="disk full"), Writer() as writer:
+        writer.submit(full)
+        for i in range(5):
+            writer.submit(slow, i)
+
+
+def test_reader_reads_ahead_and_again_where_memory_was_short():
+    calls = []
+
+    def load(i: int) -> torch.nn.Module:
+        calls.append((i, threading.current_thread() is threading.main_thread()))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (test)")
+        return torch.nn.Linear(2, 2)
+
+    reader = Reader(load, torch.device("cpu"))
+    reader.take(0)
+    reader.ahead(1)
+    assert isinstance(reader.take(1), torch.nn.Module)
+    reader.close()
+    assert calls == [(0, True), (1, False), (1, True)]
