@@ -35,7 +35,9 @@ def calibration(tmp_path: Path) -> Path:
     return tmp_path / "cal.safetensors"
 
 
-@pytest.mark.parametrize("options", [{"recapture": False}, {"correction": 0.5, "token_weighting": True}], ids=["one capture", "recapture"])
+@pytest.mark.parametrize(
+    "options", [{"recapture": False, "correction": 0.5}, {"correction": 0.5, "token_weighting": True}], ids=["one capture", "recapture"]
+)
 def test_any_number_of_devices_gives_the_same_bytes(tmp_path: Path, calibration: Path, monkeypatch, options):
     monkeypatch.setattr(ldlq, "PIECE", 64)
     monkeypatch.setattr("exl3.quantize.team.PIECE", 64)

@@ -196,28 +196,36 @@ def _capture(team: Team, copies: dict[Worker, _Copy], inputs: list[tuple[str, Li
 
 
 def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], policy: Policy) -> list[tuple[Hessian, Tensor]]:
-    streams = c.worker.streams
     cross = policy.correction > 0
     found = [Hessian(name, linear.in_features, c.worker.device, cross=cross) for name, linear in inputs]
-    samples: list[Tensor | None] = [None] * len(inputs)
-    last = c.linears[inputs[-1][0]]
-    for _, batch, x, original in streams.batches(number):
-        others: list[Tensor] = []
-        if cross and original is not None:  # one input at a time: recapture is on
+    samples: dict[int, Tensor] = {}
+    linears = [c.linears[name] for name, _ in inputs]
+    for _, batch, x, original in c.worker.streams.batches(number):
+        others: dict[int, Tensor] = {}
+        if cross and original is not None:
             with _weights(c.linears, c.plain):
-                others = [capture(c.block, last, original, batch)]
+                _watch(c.block, linears, original, batch, partial(_remember, others))
 
-        def note(i: int, seen: Tensor, others: list[Tensor] = others) -> None:  # at once: x may be changed in place afterwards
-            weights = token_weights(seen) if policy.token_weighting else None
-            found[i].add(seen, others[0] if others else None, weights)
-            if samples[i] is None:
+        def note(i: int, seen: Tensor, others: dict[int, Tensor] = others) -> None:
+            found[i].add(seen, others.get(i), token_weights(seen) if policy.token_weighting else None)
+            if i not in samples:
                 samples[i] = seen[:SENSITIVITY_TOKENS].clone()
 
-        with ExitStack() as stack:
-            for i, (name, _) in enumerate(inputs[:-1]):
-                stack.enter_context(_inputs(c.linears[name], partial(note, i), stop=False))
-            note(len(inputs) - 1, capture(c.block, last, x, batch))
-    return [(h, s) for h, s in zip(found, samples) if s is not None]
+        _watch(c.block, linears, x, batch, note)
+    return [(h, samples[i]) for i, h in enumerate(found)]
+
+
+def _remember(store: dict[int, Tensor], i: int, seen: Tensor) -> None:
+    store[i] = seen.clone()
+
+
+def _watch(block: Any, linears: list[Linear], x: Tensor, batch: Batch, sink: Callable[[int, Tensor], None]) -> None:
+    """Shows `sink` the input of each of `linears`, which stand in order of execution, as the block processes x: at the moment of use, for
+    it may be changed in place afterwards. The pass ends with the last."""
+    with ExitStack() as stack:
+        for i, linear in enumerate(linears[:-1]):
+            stack.enter_context(_inputs(linear, partial(sink, i), stop=False))
+        sink(len(linears) - 1, capture(block, linears[-1], x, batch))
 
 
 def _name_the_place(team: Team, copies: dict[Worker, _Copy], name: str) -> None:
