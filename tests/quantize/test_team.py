@@ -15,6 +15,7 @@ from tiny_llama import VOCAB, write_model
 
 from exl3 import ops
 from exl3.errors import ArgumentError, BackendError, ResourceError
+from exl3.models import Model
 from exl3.quantize import ldlq, transfer
 from exl3.quantize.background import Reader, Writer
 from exl3.quantize.convert import _encoder, convert
@@ -231,3 +232,20 @@ def test_reader_reads_ahead_and_again_where_memory_was_short():
     assert isinstance(reader.take(1), torch.nn.Module)
     reader.close()
     assert calls == [(0, True), (1, False), (1, True)]
+
+
+@pytest.mark.parametrize("recapture", [True, False])
+def test_where_half_precision_overflows_a_block_is_computed_in_fp32(tmp_path: Path, calibration: Path, monkeypatch, recapture: bool):
+    source = write_model(tmp_path / "source")
+    tensors = {k: v.float() for k, v in load_file(source / "model.safetensors").items()}
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 4e4  # times the gate beyond 65504
+    tensors["model.layers.1.mlp.down_proj.weight"] /= 4e4
+    save_file(tensors, source / "model.safetensors")
+    wide = run(source, tmp_path / "wide", calibration, 4, recapture=recapture)
+    place = Model.place
+    monkeypatch.setattr(Model, "place", lambda self, device: place(self, device, torch.float16))
+    report = run(source, tmp_path / "out", calibration, 4, recapture=recapture)
+    assert wide.wide == [] and report.wide == ["model.layers.1"]
+    assert ("in fp32", "1 blocks in which half precision overflows, first model.layers.1") in report.summary()
+    assert report.proxy_error == pytest.approx(wide.proxy_error, rel=0.1)
+    assert max(b.rfn for b in report.blocks) < 0.2

@@ -86,12 +86,18 @@ class _Copy:
     """A worker's copy of the block in work."""
 
     def __init__(self, worker: Worker, block: Any, dtype: torch.dtype) -> None:
-        self.worker, self.block, self.dtype = worker, block, dtype
+        self.worker, self.block = worker, block
         self.linears = dict(pair for group in block.quant_groups() for pair in group)
         self.originals = {key: dense_weight(linear) for key, linear in self.linears.items()}  # as stored, `(out, in)`
-        # as the original block computes with them
+        self.plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
+        self.compute_in(dtype)
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """dtype of the values between operations and of the weights."""
+        self.dtype = dtype
+        self.block.set_dtype(dtype)
         self.plain = {key: (self.originals[key].to(dtype), linear.bias) for key, linear in self.linears.items()}
-        _set(self.linears, self.plain)
+        _set(self.linears, {key: (dense_weight(linear).to(dtype), linear.bias) for key, linear in self.linears.items()})
 
     def bias(self, key: str) -> Tensor | None:
         bias = self.plain[key][1]
@@ -121,11 +127,13 @@ def quantize_block(
             w.reader.ahead(ahead)
     lead = copies[team.lead]
     groups = lead.block.quant_groups()
-    wanted = team.lead.submit(lambda: _reference(lead)).result()
     result = BlockResult({}, [], BlockReport(lead.block.key, 0.0, 0.0, 0.0))
+    wanted = team.lead.submit(lambda: _reference(lead)).result()
+    if not bool(torch.isfinite(wanted).all()) and _widen(team, copies, result.block):
+        wanted = team.lead.submit(lambda: _reference(lead)).result()
     # with one capture for all, matrices of the whole block are worked on together
     for stage in [[group] for group in groups] if policy.recapture else [groups]:
-        captured = _capture(team, copies, [group[0] for group in stage], policy)
+        captured = _statistics(team, copies, [group[0] for group in stage], policy, result.block)
         jobs = []
         for group, (hessian, sample) in zip(stage, captured):
             name = group[0][0]
@@ -151,7 +159,7 @@ def quantize_block(
                 result.tensors[f"{key}.bias"] = bias.half()
     got = team.lead.submit(lambda: _reference(lead)).result()
     result.block.rfn, result.block.cosine_error = block_error(got, wanted)
-    _advance(team, copies)
+    _advance(team, copies, result.block)
     result.block.seconds = time.monotonic() - started
     return result
 
@@ -178,8 +186,31 @@ def _reference(c: _Copy) -> Tensor:
     return torch.cat([c.block(x, batch) for _, batch, x, _ in streams.batches(0, rows=rows)])
 
 
+def _statistics(
+    team: Team, copies: dict[Worker, _Copy], inputs: list[tuple[str, Linear]], policy: Policy, report: BlockReport
+) -> list[tuple[Hessian, Tensor]]:
+    """Statistics of inputs in one pass through the block as it is now, and a sample of each, on the lead's device. Where half precision
+    overflows, the block is computed in fp32 from then on; NumericalError with the place where that doesn't help."""
+    total = _capture(team, copies, inputs, policy)
+    if not all(h.finite for h, _ in total) and _widen(team, copies, report):
+        total = _capture(team, copies, inputs, policy)
+    for hessian, _ in total:
+        if not hessian.finite:
+            _name_the_place(team, copies, hessian.name)
+        hessian.check()
+    return total
+
+
+def _widen(team: Team, copies: dict[Worker, _Copy], report: BlockReport) -> bool:
+    """Computes the block in fp32 henceforth; False if it was before."""
+    if copies[team.lead].dtype == torch.float32:
+        return False
+    report.wide = True
+    team.each(lambda w: copies[w].compute_in(torch.float32))
+    return True
+
+
 def _capture(team: Team, copies: dict[Worker, _Copy], inputs: list[tuple[str, Linear]], policy: Policy) -> list[tuple[Hessian, Tensor]]:
-    """Statistics of inputs in one pass through the block as it is now, and a sample of each, on the lead's device."""
     total: list[tuple[Hessian, Tensor]] = []
     for part in team.over_shards(lambda w, number: w.streams.within_memory(lambda: _capture_shard(copies[w], number, inputs, policy))):
         if not total:
@@ -188,10 +219,6 @@ def _capture(team: Team, copies: dict[Worker, _Copy], inputs: list[tuple[str, Li
             for (h, _), (more, _) in zip(total, part):
                 h.merge(more)
         del part
-    for (name, _), (hessian, _) in zip(inputs, total):
-        if not hessian.finite:
-            _name_the_place(team, copies, name)
-        hessian.check()
     return total
 
 
@@ -304,33 +331,64 @@ def _sensitivity(mlp: MLP, linear: Linear, x: Tensor) -> Tensor:
     return slope.square().mean(0) * dense_weight(mlp.down_proj).float().square().sum(0)
 
 
-def _advance(team: Team, copies: dict[Worker, _Copy]) -> None:
-    """The streams through the block."""
-    for finite in team.over_shards(lambda w, number: _advance_shard(copies[w], number)):
-        if not bool(finite):
-            for shard in team.shards():
-                check_activations(shard.quantized, copies[team.lead].block.key, "the next block", shard.first_row)
+def _advance(team: Team, copies: dict[Worker, _Copy], report: BlockReport) -> None:
+    """The streams through the block; rows whose result is not finite in half precision once more in fp32."""
+    spans = {number: [(0, shard.quantized.shape[0])] for w in team.workers for number, shard in w.streams.shards.items()}
+    left = _advance_spans(team, copies, spans)
+    if any(left.values()) and _widen(team, copies, report):
+        left = _advance_spans(team, copies, left)
+    for number, shard in enumerate(team.shards()):
+        for first, rows in left[number]:
+            y = _moved(team, copies, number, first, rows)
+            check_activations(y, copies[team.lead].block.key, "the next block", shard.first_row + first)
 
 
-def _advance_shard(c: _Copy, number: int) -> Tensor:
-    """Whether all is finite, a scalar on the device."""
-    shard, done, finite = c.worker.streams.shards[number], 0, []
+def _advance_spans(team: Team, copies: dict[Worker, _Copy], spans: dict[int, list[tuple[int, int]]]) -> dict[int, list[tuple[int, int]]]:
+    """Moves rows (first, count) of each shard; those that stayed where they were because something was not finite."""
+    results = team.over_shards(lambda w, number: _advance_shard(copies[w], number, spans[number]))
+    return {number: [span for span, finite in result if not bool(finite)] for number, result in enumerate(results)}
 
-    def go_on() -> None:
-        nonlocal done
-        for row, batch, x, original in c.worker.streams.batches(number, first=done):
-            rows = slice(row, row + batch.rows)
+
+def _advance_shard(c: _Copy, number: int, spans: list[tuple[int, int]]) -> list[tuple[tuple[int, int], Tensor]]:
+    shard, streams = c.worker.streams.shards[number], c.worker.streams
+    results: list[tuple[tuple[int, int], Tensor]] = []
+
+    def go_on(first: int, end: int) -> None:
+        done = max([first, *(row + rows for (row, rows), _ in results if first <= row < end)])
+        for row, batch, x, original in streams.batches(number, first=done, rows=end - done):
             y = c.block(x, batch)
-            finite.append(torch.isfinite(y).all())
+            finite = torch.isfinite(y).all()
             if original is not None and shard.original is not None:
                 with _weights(c.linears, c.plain):
                     z = c.block(original, batch)
-                shard.original[rows].copy_(z.view(shard.original[rows].shape), non_blocking=True)
-            shard.quantized[rows].copy_(y.view(shard.quantized[rows].shape), non_blocking=True)
-            done = row + batch.rows
+                finite = finite & torch.isfinite(z).all()
+                _write(shard.original[row : row + batch.rows], z, finite)
+            _write(shard.quantized[row : row + batch.rows], y, finite)
+            results.append(((row, batch.rows), finite))
 
-    c.worker.streams.within_memory(go_on)
-    return torch.stack(finite).all()
+    for first, rows in spans:
+        streams.within_memory(partial(go_on, first, first + rows))
+    return results
+
+
+def _write(stream: Tensor, y: Tensor, finite: Tensor) -> None:
+    """Replaces rows of a stream if all is finite."""
+    y = y.view(stream.shape)
+    if stream.device == y.device:
+        torch.where(finite, y, stream, out=stream)
+    elif bool(finite):
+        stream.copy_(y, non_blocking=True)
+
+
+def _moved(team: Team, copies: dict[Worker, _Copy], number: int, first: int, rows: int) -> Tensor:
+    """The block's output `(rows, cols, hidden)` for rows of a shard."""
+    worker = next(w for w in team.workers if number in w.streams.shards)
+
+    def work() -> Tensor:
+        batches = worker.streams.batches(number, first=first, rows=rows)
+        return torch.cat([copies[worker].block(x, batch).view(batch.rows, -1, x.shape[1]) for _, batch, x, _ in batches])
+
+    return worker.submit(work).result()
 
 
 def block_error(got: Tensor, wanted: Tensor) -> tuple[float, float]:

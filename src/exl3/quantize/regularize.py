@@ -90,7 +90,8 @@ def regularize(w: Tensor, input_signs: Tensor, output_signs: Tensor, *, out_scal
     svh = torch.where(empty, torch.zeros_like(svh), svh * block)
 
     rows = w.square().mean(1).sqrt()
-    rows = torch.where(rows > 0, rows, torch.full_like(rows, _EMPTY_CHANNEL))
+    usual = rows.sum() / (rows > 0).sum().clamp_min(1)  # also that of padding, or the factored metric would span too wide a range
+    rows = torch.where(rows > 0, rows, torch.where(usual > 0, usual, _EMPTY_CHANNEL))
     suh = input_signs.to(w) * rows
     w = rotate_rows(w / suh.unsqueeze(1))
     block = _block_rms(w.square().mean(1))

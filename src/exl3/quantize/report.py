@@ -38,6 +38,7 @@ class BlockReport:
     cosine_error: float
     seconds: float
     dead_channels: dict[str, list[int]] = field(default_factory=dict)
+    wide: bool = False  # half precision overflowed: computed in fp32
 
 
 @dataclass
@@ -78,13 +79,18 @@ class Report:
         return {t.key: t.retries for t in self.tensors if t.retries}
 
     @property
+    def wide(self) -> list[str]:
+        """Blocks computed in fp32 because half precision overflowed."""
+        return [b.key for b in self.blocks if b.wide]
+
+    @property
     def dead_channels(self) -> dict[str, list[int]]:
         return {key: channels for b in self.blocks for key, channels in b.dead_channels.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, with the summaries above."""
         d = dataclasses.asdict(self)
-        names = ("proxy_error", "fallbacks", "on_host", "retries", "dead_channels")
+        names = ("proxy_error", "fallbacks", "on_host", "retries", "dead_channels", "wide")
         return d | {name: getattr(self, name) for name in names}
 
     def write(self, path: str | Path) -> None:
@@ -107,6 +113,8 @@ class Report:
             rows.append(("not calibrated", f"{len(self.fallbacks)} tensors, first {self.fallbacks[0]}"))
         if self.on_host:
             rows.append(("in host memory", f"{len(self.on_host)} tensors, first {self.on_host[0]}"))
+        if self.wide:
+            rows.append(("in fp32", f"{len(self.wide)} blocks in which half precision overflows, first {self.wide[0]}"))
         if self.retries:
             rows.append(("extra damping", f"{len(self.retries)} tensors, first {next(iter(self.retries))}"))
         if self.dead_channels:
