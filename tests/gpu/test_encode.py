@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import MULTIPLIERS, Library
 
-from exl3 import codec, ops
+from exl3 import codec
 
 # mean squared error on unit Gaussians at the best input scale: quantizer spec 7.4
 SCALE = {1: 1.12, 1.5: 1.02, 2: 1.0, 2.5: 0.96, 3: 0.95, 3.5: 0.94, 4: 0.92, 5: 0.88, 6: 0.83, 7: 0.80, 8: 0.75}
@@ -52,30 +52,15 @@ def test_rates(cuda: Library, codebook: str, K: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("K", [1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8])
-def test_as_good_as_the_reference(cuda: Library, K: float) -> None:
-    torch.manual_seed(5)
-    tiles = torch.randn(16, 256) * SCALE[K]
-    want, values = codec.encode_reference(tiles, K, "mul1")
-    states, got = cuda.encode(tiles.cuda(), K, "mul1", MULTIPLIERS["mul1"])
-    a, b = float((got.cpu() - tiles).square().mean()), float((values - tiles).square().mean())
-    print(
-        f"K={K}: mean squared error {a:.4g}, reference {b:.4g}, ratio {a / b:.5f}, equal states",
-        (states.cpu().int() & 0xFFFF).eq(want).float().mean(),
-    )
-    assert abs(a / b - 1) < 3e-3  # 16 tiles; over many the two agree within 0.1 %
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("codebook,K", RATES, ids=str)
-def test_as_good_as_the_cpu(cuda: Library, codebook: str, K: float) -> None:
-    """Mean squared error over 256 tiles: within 0.1 % of the CPU kernels'."""
-    if "encode" not in ops.backend("cpu").ops:
-        pytest.skip("needs libexl3_cpu")
-    tiles = torch.randn(256, 256, generator=torch.Generator().manual_seed(8)) * SCALE[K] * (1.0 if codebook == "mul1" else 1.2437)
-    want = (ops.encode(tiles, K, codebook)[1] - tiles).square().mean()
-    got = (cuda.encode(tiles.cuda(), K, codebook, MULTIPLIERS[codebook])[1].cpu() - tiles).square().mean()
-    assert abs(float(got / want) - 1) < 1e-3
+def test_as_good_as_the_reference(cuda: Library, codebook: str, K: float) -> None:
+    """Mean squared error over 64 tiles: within 0.1 % of the fp32 search in torch, at 7 and 8 bits 0.3 %."""
+    torch.manual_seed(5)
+    tiles = torch.randn(64, 256, device="cuda") * SCALE[K] * (1.0 if codebook == "mul1" else 1.2437)
+    want = (codec.encode_reference(tiles, K, codebook)[1] - tiles).square().mean()
+    got = (cuda.encode(tiles, K, codebook, MULTIPLIERS[codebook])[1] - tiles).square().mean()
+    print(f"{codebook} K={K}: mean squared error {float(got):.4g}, reference {float(want):.4g}, ratio {float(got / want):.5f}")
+    assert abs(float(got / want) - 1) < (1e-3 if K < 7 else 3e-3)
 
 
 @pytest.mark.gpu

@@ -78,6 +78,8 @@ class Team:
         self.workers = workers
         if len(workers) > 1:
             for w in workers:
+                if w.device.type == "cuda":  # torch loads its linear algebra at first use, which threads must not do at once
+                    torch.linalg.cholesky_ex(torch.eye(1, device=w.device))
                 w.start()
 
     @property
