@@ -90,6 +90,7 @@ class _Copy:
         self.linears = dict(pair for group in block.quant_groups() for pair in group)
         self.originals = {key: dense_weight(linear) for key, linear in self.linears.items()}  # as stored, `(out, in)`
         self.plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
+        self.installed: set[str] = set()  # matrices that are quantized by now
         self.compute_in(dtype)
 
     def compute_in(self, dtype: torch.dtype) -> None:
@@ -97,7 +98,8 @@ class _Copy:
         self.dtype = dtype
         self.block.set_dtype(dtype)
         self.plain = {key: (self.originals[key].to(dtype), linear.bias) for key, linear in self.linears.items()}
-        _set(self.linears, {key: (dense_weight(linear).to(dtype), linear.bias) for key, linear in self.linears.items()})
+        done = {key: (dense_weight(self.linears[key]).to(dtype), self.linears[key].bias) for key in self.installed}
+        _set(self.linears, self.plain | done)
 
     def bias(self, key: str) -> Tensor | None:
         bias = self.plain[key][1]
@@ -106,6 +108,7 @@ class _Copy:
     def install(self, key: str, weight: Tensor) -> None:
         """Puts a dequantized matrix in place, `(out, in)`, as the file will give it."""
         bias = self.bias(key)
+        self.installed.add(key)
         self.linears[key].set_dense(move(weight, self.worker.device), None if bias is None else bias.half().float())
 
 
