@@ -1,5 +1,5 @@
 // Decode attention over the paged cache on RDNA: blocks share a row's positions, the last of them merges the shares (as in
-// flash decoding, Dao et al. 2023). One decoded key or value serves all queries of a block.
+// flash decoding, Dao et al. 2023). One decoded key or value serves all queries of a block. Many tokens of one row go through prefill.h.
 #pragma once
 #include "rdna.h"
 
@@ -9,11 +9,35 @@ namespace rdna {
 
 constexpr int kAttentionThreads = 128, kAttentionWarps = 4;
 
+// Neighbouring tokens of a step, `size` at a time (0: prefill takes none).
+struct TokenGroups {
+  const int32_t* token_row;
+  int32_t tokens, size;
+};
+// A group whose tokens belong to one row, padding apart, and are at least half there: prefill takes it, and `attention` all others. The
+// same in all lanes, of which all must call it.
+GPU_FN bool in_one_row(const TokenGroups& g, int group) {
+  const int token0 = group * g.size, row = g.token_row[token0];
+  int same = 0, others = 0;
+  for (int i = lane_id(); i < g.size; i += 32) {
+    const int r = token0 + i < g.tokens ? g.token_row[token0 + i] : -1;
+    same += r == row;
+    others += r >= 0 && r != row;
+  }
+#pragma unroll
+  for (int m = 1; m < 32; m <<= 1) {
+    same += lane_xor(same, m);
+    others += lane_xor(others, m);
+  }
+  return row >= 0 && uniform(others) == 0 && 2 * uniform(same) >= g.size;
+}
+
 struct AttentionArgs {
   exl3_attention_args a;
   float* parts;   // [tokens][heads][splits][head_dim + 2]: sums of weighted values, best score, sum of weights
   int* counters;  // [tokens][blocks of queries]; zero, and zero again at the end
-  int32_t splits;
+  int32_t splits, first_token;  // of the step's, in this launch
+  TokenGroups groups;
 };
 
 // One block of 128 threads a token and QUERIES heads of one key/value head and split; head_dim at most 32 * GROUPS. Each warp takes every
@@ -28,6 +52,7 @@ GPU_FN void attention(const AttentionArgs& args) {
   const exl3_attention_args& a = args.a;
   const exl3_cache_layer& c = a.cache;
   const int lane = lane_id(), warp = uniform_warp(), token = block_y();
+  if (args.groups.size && in_one_row(args.groups, (args.first_token + token) / args.groups.size)) return;
   const int each = a.heads / c.kv_heads, chunks = (each + QUERIES - 1) / QUERIES;
   const int split = block_x() % args.splits, chunk = block_x() / args.splits % chunks, kv_head = block_x() / args.splits / chunks;
   const int head0 = kv_head * each + chunk * QUERIES, queries = each - chunk * QUERIES < QUERIES ? each - chunk * QUERIES : QUERIES;

@@ -186,6 +186,22 @@ static AttentionPlan plan_attention(const exl3_attention_args* a, const Device& 
   p.bytes = 65536 + (int64_t)p.tokens * a->heads * p.splits * (a->cache.head_dim + 2) * 4;
   return p;
 }
+// Prefill takes what it can of steps with this many tokens: a block has 4 warps (2 for wide heads) of 16 queries each, heads first.
+constexpr int kPrefillTokens = 16;
+static int prefill_warps(const exl3_attention_args* a) { return a->cache.head_dim <= 128 ? 4 : 2; }
+static int prefill_heads(const exl3_attention_args* a) {
+  const int each = a->heads / a->cache.kv_heads, warps = prefill_warps(a);
+  return each >= warps ? warps : each >= 2 ? 2 : 1;
+}
+static rdna::TokenGroups prefill_groups(const exl3_attention_args* a, const Device& d) {
+  const bool some = a->tokens >= kPrefillTokens && a->cache.head_dim <= (d.matrix_products ? 256 : 128);
+  return {a->token_row, a->tokens, some ? 16 * prefill_warps(a) / prefill_heads(a) : 0};
+}
+static int prefill(const exl3_attention_args* a, const rdna::TokenGroups& groups, void* stream) {
+  const rdna::PrefillArgs block{*a, groups, prefill_heads(a)};
+  const int kernel = a->cache.head_dim <= 64 ? R_prefill_64 : a->cache.head_dim <= 128 ? R_prefill_128 : R_prefill_256;
+  return start(kernel, a->cache.kv_heads * parts(a->heads / a->cache.kv_heads, block.block_heads), parts(a->tokens, groups.size), block, stream);
+}
 static int64_t attention_workspace(const exl3_attention_args* a) {
   const Device* d = device();
   if (portable::check_attention(a) || !d) return -1;
@@ -200,8 +216,11 @@ static int attention(const exl3_attention_args* a, void* stream) {
   if (a->workspace_bytes < p.bytes) return refuse(EXL3_BAD_ARGUMENT, "attention: the workspace is too small");
   if ((int64_t)a->cache.kv_heads * p.chunks > kCounters) return refuse(EXL3_UNSUPPORTED, "attention: %d heads are too many", a->heads);
   const int kernel = a->cache.head_dim <= 128 ? R_attention_128 : a->cache.head_dim <= 256 ? R_attention_256 : R_attention_512;
+  const rdna::TokenGroups groups = prefill_groups(a, *d);
+  if (groups.size)
+    if (const int status = prefill(a, groups, stream)) return status;
   return portable::in_row_chunks(a->tokens, p.tokens, [&](int first, int tokens) {
-    rdna::AttentionArgs block{*a, (float*)((char*)a->workspace + 65536), (int*)a->workspace, p.splits};
+    rdna::AttentionArgs block{*a, (float*)((char*)a->workspace + 65536), (int*)a->workspace, p.splits, first, groups};
     block.a.tokens = tokens;
     block.a.q = advance(a->q, first * a->q_stride, a->dtype);
     block.a.y = advance(a->y, first * a->y_stride, a->dtype);

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "encode.h"
+#include "prefill.h"
 #include "product.h"
 
 // Rates are twice the bits a weight. Half rates exist for mul1 alone; 3inst and mcg share their kernels.
@@ -27,5 +28,11 @@
   X(attention_256, rdna::AttentionArgs, rdna::kAttentionThreads, (rdna::attention<8, 2>)) \
   X(attention_512, rdna::AttentionArgs, rdna::kAttentionThreads, (rdna::attention<16, 1>)) \
   X(encode, rdna::EncodeArgs, rdna::kEncodeThreads, rdna::encode)
+// what depends on the layout of the matrix product, the products of many rows apart
+#define EXL3_RDNA_PREFILL(X)                                  \
+  X(prefill_64, rdna::PrefillArgs, 128, (rdna::prefill<2, 4>))  \
+  X(prefill_128, rdna::PrefillArgs, 128, (rdna::prefill<4, 4>)) \
+  X(prefill_256, rdna::PrefillArgs, 64, (rdna::prefill<8, 2>))
 #define EXL3_RDNA_KERNELS(X) \
-  X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves) EXL3_RDNA_REST(X) EXL3_RDNA_GEMV(X) EXL3_RDNA_GEMM(X)
+  X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves) \
+  EXL3_RDNA_REST(X) EXL3_RDNA_PREFILL(X) EXL3_RDNA_GEMV(X) EXL3_RDNA_GEMM(X)

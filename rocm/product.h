@@ -226,9 +226,6 @@ GPU_FN void gemv(const ProductArgs& a) {
 // Grid: groups of 128 columns; tiles of rows times splits.
 constexpr int kGemmRows = 64, kStage = 64, kStride = kStage + 8;  // the stride keeps 16-byte reads of 16 rows off each other's banks
 
-struct alignas(16) Words4 {
-  uint32_t v[4];
-};
 // Each thread's four 16-byte pieces of the next stage: by name, as an array would be kept in memory.
 struct Pieces {
   Words4 p0, p1, p2, p3;
@@ -316,17 +313,7 @@ GPU_FN void gemm(const ProductArgs& a) {
       }
 #pragma unroll
       for (int m = 0; m < kGemmRows / 16; m++) {
-        Fragment f;
-        const uint16_t* row = stage + (m * 16 + c) * kStride + s * 16;
-#if GPU_WMMA == 12
-        const Words4 p = *(const Words4*)(row + 8 * half);
-#pragma unroll
-        for (int i = 0; i < 4; i++) f.v[i] = p.v[i];
-#else
-        const Words4 p = *(const Words4*)row, q = *(const Words4*)(row + 8);
-#pragma unroll
-        for (int i = 0; i < 4; i++) f.v[i] = p.v[i], f.v[4 + i] = q.v[i];
-#endif
+        const Fragment f = read_fragment(stage + (m * 16 + c) * kStride + s * 16);
 #pragma unroll
         for (int t = 0; t < 2; t++) wave_product(f, weights[t], sums[m][t]);
       }

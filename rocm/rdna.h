@@ -135,15 +135,20 @@ GPU_FN float dot2(uint32_t a, uint32_t b, float c) {
 #endif
 }
 
+struct alignas(16) Words4 {
+  uint32_t v[4];
+};
+
 // ------------------------------------------------------------------------------------------------ barriers, order of memory
-// The warp's number, known to the compiler to be the same in all its lanes: what is addressed by it is loaded once a wave.
-GPU_FN int uniform_warp() {
+// A number that is the same in all lanes of a wave, known as such to the compiler: what is addressed by it is loaded once a wave.
+GPU_FN int uniform(int v) {
 #if GPU_HIP
-  return __builtin_amdgcn_readfirstlane(warp_id());
+  return __builtin_amdgcn_readfirstlane(v);
 #else
-  return warp_id();
+  return v;
 #endif
 }
+GPU_FN int uniform_warp() { return uniform(warp_id()); }
 // A barrier for shared memory alone: loads from global memory stay in flight across it.
 GPU_FN void shared_sync() {
 #if GPU_HIP
@@ -152,6 +157,18 @@ GPU_FN void shared_sync() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 #else
   block_sync();
+#endif
+}
+// The same among the lanes of one wave, which run in step.
+GPU_FN void wave_sync() {
+#if GPU_HIP
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront", "local");
+  __builtin_amdgcn_wave_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront", "local");
+#elif GPU_CUDA
+  __syncwarp();
+#else
+  exl3::emulator::exchange(0, 0);
 #endif
 }
 // Publishes what this block wrote and takes a number of `counter`; sees all that blocks with smaller numbers wrote before theirs.
@@ -187,6 +204,20 @@ GPU_FN int fragment_row(int i) { return GPU_WMMA == 12 ? (lane_id() >> 4) * 8 + 
 struct Fragment {
   uint32_t v[kFragment];
 };
+// This lane's part of a row (of A) or column (of B), 16 halves in shared memory from `line` on.
+GPU_FN Fragment read_fragment(const uint16_t* line) {
+  Fragment f;
+#if GPU_WMMA == 12
+  const Words4 p = *(const Words4*)(line + 8 * (lane_id() >> 4));
+#pragma unroll
+  for (int i = 0; i < 4; i++) f.v[i] = p.v[i];
+#else
+  const Words4 p = *(const Words4*)line, q = *(const Words4*)(line + 8);
+#pragma unroll
+  for (int i = 0; i < 4; i++) f.v[i] = p.v[i], f.v[4 + i] = q.v[i];
+#endif
+  return f;
+}
 struct Sums {
   float v[8];
 };

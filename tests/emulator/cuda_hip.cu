@@ -1,6 +1,7 @@
 // A stand-in for libamdhip64.so on an NVIDIA card: the same AMD kernel source, compiled by nvcc, behind the same functions. What the CPU
 // fibers can't show is seen here: real concurrency, the order of memory between blocks, whole models. benchmarks/gpu_portable_check.py
 // builds and runs it.  -DGPU_WMMA=11 or 12 chooses the layout of the (emulated) matrix product, 0 leaves it out.
+//   -DPART=0 to 3   a quarter of the kernels, so that they compile side by side and those without a matrix product once; 0 has the runtime
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,10 +9,19 @@
 #include "gpu/entries.h"
 #include "entries.h"
 
+#if PART == 0
+#define PART_KERNELS(X) EXL3_PORTABLE_SMALL(X) EXL3_RDNA_REST(X) X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
+#elif PART == 1
+#define PART_KERNELS(X) EXL3_EACH_MUL1(EXL3_GEMV, X)
+#elif PART == 2
+#define PART_KERNELS(X) EXL3_EACH_PAIR(EXL3_GEMV, X)
+#else
+#define PART_KERNELS(X) EXL3_RDNA_GEMM(X) EXL3_RDNA_PREFILL(X)
+#endif
+
 #define X(name, args, threads, body) \
   GPU_KERNEL(threads) k_##name(const __grid_constant__ args a) { body(a); }
-EXL3_PORTABLE_SMALL(X)
-EXL3_RDNA_KERNELS(X)
+PART_KERNELS(X)
 #undef X
 
 struct Kernel {
@@ -19,11 +29,25 @@ struct Kernel {
   int threads;
   const void* function;
 };
+struct Part {
+  const Kernel* kernels;
+  int count;
+  Part* next;
+};
+extern Part* parts;
 static const Kernel kernels[] = {
 #define X(name, args, threads, body) {"k_" #name, threads, (const void*)k_##name},
-    EXL3_PORTABLE_SMALL(X) EXL3_RDNA_KERNELS(X)
+    PART_KERNELS(X)
 #undef X
 };
+static Part mine = {kernels, sizeof kernels / sizeof *kernels, nullptr};
+__attribute__((constructor)) static void add_part() {
+  mine.next = parts;
+  parts = &mine;
+}
+
+#if PART == 0
+Part* parts = nullptr;
 
 #define API extern "C" __attribute__((visibility("default")))
 API int hipGetDeviceCount(int* n) { return cudaGetDeviceCount(n); }
@@ -54,11 +78,12 @@ API int hipModuleLoadData(void** module, const void* image) {
   return 0;
 }
 API int hipModuleGetFunction(const void** function, void*, const char* name) {
-  for (const Kernel& k : kernels)
-    if (!strcmp(k.name, name)) {
-      *function = &k;
-      return 0;
-    }
+  for (const Part* p = parts; p; p = p->next)
+    for (int i = 0; i < p->count; i++)
+      if (!strcmp(p->kernels[i].name, name)) {
+        *function = &p->kernels[i];
+        return 0;
+      }
   return 500;
 }
 API int hipModuleLaunchKernel(const void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
@@ -67,3 +92,4 @@ API int hipModuleLaunchKernel(const void* function, unsigned gx, unsigned gy, un
   if ((int)bx != k.threads || by != 1 || bz != 1) return 1;
   return cudaLaunchKernel(k.function, dim3(gx, gy, gz), dim3(bx), arguments, shared, (cudaStream_t)stream);
 }
+#endif

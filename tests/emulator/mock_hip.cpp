@@ -1,7 +1,7 @@
 // A stand-in for libamdhip64.so: device memory is host memory, and a launched kernel is the same kernel source, run by the CPU emulator.
 // So the whole library is tested end to end, argument blocks and launch plans included, with neither a card nor ROCm.
 //   -DGPU_WMMA=0, 11, 12   which layout the matrix product of a wave has (RDNA2, 3, 4)
-//   -DMOCK_GEMM_ONLY       leaves out what does not depend on it
+//   -DMOCK_LAYOUT_ONLY     leaves out the products of few rows and the portable kernels, which don't depend on it
 //   EXL3_HIP_LIB=this file; MOCK_WAVE, MOCK_VERSION, MOCK_DEVICES, MOCK_NO_CODE: an odd machine
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,13 +12,12 @@
 
 #define X(name, args, threads, body) \
   GPU_KERNEL(threads) k_##name(const args a) { body(a); }
-EXL3_RDNA_GEMM(X)
-X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
-#ifndef MOCK_GEMM_ONLY
-EXL3_PORTABLE_SMALL(X)
-EXL3_RDNA_REST(X)
-EXL3_RDNA_GEMV(X)
+#ifdef MOCK_LAYOUT_ONLY
+#define MOCK_KERNELS(X) EXL3_RDNA_GEMM(X) EXL3_RDNA_PREFILL(X) EXL3_RDNA_REST(X) X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
+#else
+#define MOCK_KERNELS(X) EXL3_PORTABLE_SMALL(X) EXL3_RDNA_KERNELS(X)
 #endif
+MOCK_KERNELS(X)
 #undef X
 
 struct Kernel {
@@ -28,11 +27,7 @@ struct Kernel {
 };
 static const Kernel kernels[] = {
 #define X(name, args, threads, body) {"k_" #name, threads, [](const void* block) { k_##name(*(const args*)block); }},
-    EXL3_RDNA_GEMM(X)
-    X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
-#ifndef MOCK_GEMM_ONLY
-    EXL3_PORTABLE_SMALL(X) EXL3_RDNA_REST(X) EXL3_RDNA_GEMV(X)
-#endif
+    MOCK_KERNELS(X)
 #undef X
 };
 

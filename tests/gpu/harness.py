@@ -185,16 +185,16 @@ def random_weight(n_in: int, n_out: int, K: float, codebook: str, device: Any, *
     }
 
 
-def exact_weight(w: dict[str, Any]) -> Tensor:
+def exact_weight(w: dict[str, Any], device: str = "cpu") -> Tensor:
     """float64 `(in, out)` by the package's plain torch codec, which the conformance vectors hold."""
     from exl3 import codec
 
     m = None if w["codebook"] == "3inst" else w["multiplier"]
-    inner = codec.decode(w["trellis"].cpu(), w["codebook"], m).double()
-    h = hadamard128()
+    inner = codec.decode(w["trellis"].to(device), w["codebook"], m).double()
+    h = hadamard128().to(device)
     a, b = inner.shape
     inner = (h @ inner.view(a // 128, 128, b)).view(a, b // 128, 128) @ h
-    full = w["suh"].cpu().double()[:, None] * inner.reshape(a, b) * w["svh"].cpu().double()
+    full = w["suh"].to(device).double()[:, None] * inner.reshape(a, b) * w["svh"].to(device).double()
     return full[: w["in"], : w["out"]]
 
 

@@ -40,12 +40,12 @@ def rocm_file(build: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def mock_file(build: Path) -> Callable[[int], Path]:
-    """The mock runtime of a card with WMMA layout 11 (RDNA3), 12 (RDNA4: products only) or 0 (RDNA2: products only)."""
+    """The mock runtime of a card with WMMA layout 11 (RDNA3), 12 (RDNA4) or 0 (RDNA2), these two without products of few rows."""
 
     def make(layout: int) -> Path:
         path = build / f"mock{layout}.so"
         if not path.exists():
-            only = [] if layout == 11 else ["-DMOCK_GEMM_ONLY"]
+            only = [] if layout == 11 else ["-DMOCK_LAYOUT_ONLY"]
             compile_shared(path, [ROOT / "tests" / "emulator" / "mock_hip.cpp"], f"-DGPU_WMMA={layout}", *only)
         return path
 
