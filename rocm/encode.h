@@ -3,6 +3,8 @@
 #pragma once
 #include "gpu/decode.h"
 
+#include "rdna.h"
+
 namespace rdna {
 
 constexpr int kEncodeThreads = 256, kSharedNodes = 4096;
@@ -39,20 +41,51 @@ GPU_FN Node cheapest(Node v, float* costs, int* indices) {
   return v;
 }
 
-// From the costs before position i to those behind it.
-GPU_FN void search_step(const EncodeArgs& a, const float* from, float* to, uint8_t* history, int i, float target) {
-  const int fresh = exl3::fresh_bits(a.k2, i), next = exl3::fresh_bits(a.k2, (i + 1) & 255), nodes = 1 << (16 - next);
-  for (int o = thread_id(); o < nodes; o += kEncodeThreads) {
-    float best = 3.4e38f;
-    int chosen = 0;
+// The codebook's value of a hash, as code_value of its state.
+template <bool MUL1>
+GPU_FN float hash_value(uint32_t p) {
+  if (MUL1) return half_to_float(float_to_half((float)add_bytes(p, 1024u) * exl3::kMul1Scale + exl3::kMul1Shift));
+  p = (p & 0x8FFF8FFFu) ^ 0x3B603B60u;
+  return half_to_float(float_to_half(half_to_float((uint16_t)p) + half_to_float((uint16_t)(p >> 16))));
+}
+// From the costs before position i to those behind it. A thread takes NODES neighbouring nodes: they are reached from the same nodes, and
+// their hashes lie one multiplier apart.
+template <int NODES, bool MUL1>
+GPU_FN void search_nodes(const EncodeArgs& a, const float* from, float* to, uint8_t* history, int fresh_bits, int next, float target) {
+  const int nodes = 1 << (16 - next);
+  for (int o = thread_id() * NODES; o < nodes; o += kEncodeThreads * NODES) {
+    float best[NODES];
+    int chosen[NODES];
+#pragma unroll
+    for (int j = 0; j < NODES; j++) best[j] = 3.4e38f, chosen[j] = 0;
+#pragma unroll 2
     for (int c = 0; c < 1 << next; c++) {
       const uint32_t state = (uint32_t)c << (16 - next) | (uint32_t)o;
-      const float d = code_value(state, a.codebook, a.multiplier) - target, cost = from[state >> fresh] + d * d;
-      if (cost < best) best = cost, chosen = c;
+      const float cost = from[state >> fresh_bits];
+      uint32_t p = state * a.multiplier + (a.codebook == EXL3_3INST ? exl3::k3instAddend : 0u);
+#pragma unroll
+      for (int j = 0; j < NODES; j++, p += a.multiplier) {
+        const float d = hash_value<MUL1>(p) - target, sum = cost + d * d;
+        chosen[j] = sum < best[j] ? c : chosen[j];
+        best[j] = sum < best[j] ? sum : best[j];
+      }
     }
-    to[o] = best;
-    history[o] = (uint8_t)chosen;
+#pragma unroll
+    for (int j = 0; j < NODES; j++) {
+      to[o + j] = best[j];
+      history[o + j] = (uint8_t)chosen[j];
+    }
   }
+}
+template <bool MUL1>
+GPU_FN void search_step(const EncodeArgs& a, const float* from, float* to, uint8_t* history, int i, float target) {
+  const int fresh_bits = exl3::fresh_bits(a.k2, i), next = exl3::fresh_bits(a.k2, (i + 1) & 255);
+  if (fresh_bits == 1)
+    search_nodes<2, MUL1>(a, from, to, history, fresh_bits, next, target);
+  else if (fresh_bits == 2)
+    search_nodes<4, MUL1>(a, from, to, history, fresh_bits, next, target);
+  else
+    search_nodes<8, MUL1>(a, from, to, history, fresh_bits, next, target);
   block_sync();
 }
 GPU_FN uint32_t step_back(const EncodeArgs& a, const uint8_t* history, int node, int i) {  // the state at position i on the best way into `node`
@@ -80,7 +113,11 @@ GPU_FN void encode(const EncodeArgs& a) {
     block_sync();
     for (int s = 0; s < steps; s++) {
       const int i = (start + s) & 255;
-      search_step(a, now, then, history + (int64_t)i * a.nodes, i, targets[i]);
+      uint8_t* chosen = history + (int64_t)i * a.nodes;
+      if (a.codebook == EXL3_MUL1)
+        search_step<true>(a, now, then, chosen, i, targets[i]);
+      else
+        search_step<false>(a, now, then, chosen, i, targets[i]);
       float* swap = now;
       now = then;
       then = swap;

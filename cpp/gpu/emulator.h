@@ -1,7 +1,8 @@
 // Runs the portable kernels on a CPU, one block at a time, one fiber a thread: for tests where there is no GPU.
 //
-// Barriers and lane exchanges are the only places where a fiber gives way, so a missing barrier shows (shared memory starts as NaNs) and a
-// barrier or an exchange that not all threads reach ends the program with the block's place.
+// Barriers and lane exchanges are the only places where a fiber gives way, and from barrier to barrier one warp runs after the other, in turn
+// the first or the last one first: so a missing barrier shows (shared memory starts as NaNs). A barrier or an exchange that not all threads
+// reach ends the program with the block's place.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -79,6 +80,17 @@ inline bool exchange_warp(int first, int threads) {
   return true;
 }
 
+// Runs the warp until all its lanes stand at a barrier or are done.
+inline void run_warp(int first, int threads) {
+  do {
+    for (int t = first; t < first + 32 && t < threads; t++)
+      while (fibers[t]->state == State::Ready) {
+        current = fibers[t].get();
+        swapcontext(&scheduler, &current->context);
+      }
+  } while (exchange_warp(first, threads));
+}
+
 inline void run_block(int threads, const std::function<void()>& f) {
   constexpr int kStack = 256 * 1024;
   body = &f;
@@ -95,15 +107,9 @@ inline void run_block(int threads, const std::function<void()>& f) {
     b.context.uc_link = nullptr;
     makecontext(&b.context, entry, 0);
   }
-  for (;;) {
-    for (int t = 0; t < threads; t++)
-      while (fibers[t]->state == State::Ready) {
-        current = fibers[t].get();
-        swapcontext(&scheduler, &current->context);
-      }
-    bool moved = false;
-    for (int w = 0; w < threads; w += 32) moved |= exchange_warp(w, threads);
-    if (moved) continue;
+  const int warps = (threads + 31) / 32;
+  for (int phase = 0;; phase++) {
+    for (int i = 0; i < warps; i++) run_warp((phase & 1 ? warps - 1 - i : i) * 32, threads);
     int waiting = 0, done = 0;
     for (int t = 0; t < threads; t++) {
       waiting += fibers[t]->state == State::Barrier;

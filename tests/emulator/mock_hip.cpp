@@ -2,6 +2,7 @@
 // So the whole library is tested end to end, argument blocks and launch plans included, with neither a card nor ROCm.
 //   -DGPU_WMMA=0, 11, 12   which layout the matrix product of a wave has (RDNA2, 3, 4)
 //   -DMOCK_LAYOUT_ONLY     leaves out the products of few rows and the portable kernels, which don't depend on it
+//   -DMOCK_FEW             a handful: for tests that plant a fault in the source
 //   EXL3_HIP_LIB=this file; MOCK_WAVE, MOCK_VERSION, MOCK_DEVICES, MOCK_NO_CODE: an odd machine
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +13,14 @@
 
 #define X(name, args, threads, body) \
   GPU_KERNEL(threads) k_##name(const args a) { body(a); }
-#ifdef MOCK_LAYOUT_ONLY
+#ifdef MOCK_FEW
+#define MOCK_KERNELS(X)                                                                  \
+  X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)                           \
+  X(attention_128, rdna::AttentionArgs, rdna::kAttentionThreads, (rdna::attention<4, 4>)) \
+  X(prefill_64, rdna::PrefillArgs, 128, (rdna::prefill<2, 4>))                            \
+  X(gemv_mul1_8_2, rdna::ProductArgs, rdna::kProductThreads, (rdna::gemv<8, true, 2>))    \
+  X(gemm_mul1_8, rdna::ProductArgs, rdna::kProductThreads, (rdna::gemm<8, true>))
+#elif defined(MOCK_LAYOUT_ONLY)
 #define MOCK_KERNELS(X) EXL3_RDNA_GEMM(X) EXL3_RDNA_PREFILL(X) EXL3_RDNA_REST(X) X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
 #else
 #define MOCK_KERNELS(X) EXL3_PORTABLE_SMALL(X) EXL3_RDNA_KERNELS(X)

@@ -1,10 +1,15 @@
-"""What a compiled AMD code object says of its kernels: the metadata note (registers, shared memory, spills) and the instructions."""
+"""What a compiled AMD code object says of its kernels: the metadata note (registers, shared memory, spills) and the instructions.
+
+    python tests/rocm/code_objects.py build/rocm/rocm     prints the tables of docs/rocm.md: instructions a weight
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,3 +70,43 @@ def read(path: Path) -> dict[str, Kernel]:
             number("private_segment_fixed_size"), number("group_segment_fixed_size"), number("wavefront_size"), lines,
         )  # fmt: skip
     return kernels
+
+
+# vector instructions of the few-row products' inner loop by what they are for; all others align words and step addresses
+PARTS = {
+    "window": ("v_alignbit", "v_lshrrev", "v_bfe"),
+    "hash": ("v_pk_mul_lo_u16", "v_pk_mad_u16", "v_mad_u32_u16"),
+    "value": ("v_sad_", "v_and_b32", "v_xor_b32", "v_perm_b32", "v_mov_b16", "v_pk_add_f16", "v_bfi_b32", "v_and_or", "v_pack"),
+    "product": ("v_dot2",),
+}
+
+
+def instructions_a_weight(kernel: Kernel) -> dict[str, float]:
+    """Vector instructions a weight of the inner loop: the parts above, `rest`, and `sum`. Two that are issued as one (v_dual) count as one
+    in the sum, and in the part of the first."""
+    loop = kernel.hot_loop("dot2")
+    weights = 2 * sum(text.count("dot2") for text in loop)
+    counts: Counter[str] = Counter()
+    for text in loop:
+        if text.startswith("v_"):
+            name = text.replace("v_dual_", "v_", 1)
+            counts[next((part for part, starts in PARTS.items() if name.startswith(starts)), "rest")] += 1
+    return {part: counts[part] / weights for part in (*PARTS, "rest")} | {"sum": sum(counts.values()) / weights}
+
+
+def tables(folder: Path) -> list[str]:
+    """The lines of docs/rocm.md that code objects in `folder` back: by part at 4 bits, then sums for every rate."""
+    families = [read(folder / f"kernels.{name}-generic.co") for name in ("gfx10-3", "gfx11", "gfx12")]
+    lines = []
+    for kind, label in (("mul1", "mul1"), ("pair", "3inst, mcg")):
+        found = [instructions_a_weight(f[f"k_gemv_{kind}_8_1"]) for f in families]
+        lines += [f"| {label}: {part} | {' | '.join(f'{one[part]:.2f}' for one in found)} |" for part in found[0]]
+    for kind, label, rates in (("mul1", "mul1", (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)), ("pair", "3inst, mcg", (2, 4, 6, 8, 10, 12, 14, 16))):
+        for k2 in rates:
+            sums = [instructions_a_weight(f[f"k_gemv_{kind}_{k2}_1"])["sum"] for f in families]
+            lines.append(f"| {label}, {k2 / 2:g} bits | {' | '.join(f'{s:.1f}' for s in sums)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(tables(Path(sys.argv[1]))))
