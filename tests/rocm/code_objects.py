@@ -1,6 +1,6 @@
 """What a compiled AMD code object says of its kernels: the metadata note (registers, shared memory, spills) and the instructions.
 
-    python tests/rocm/code_objects.py build/rocm/rocm     prints the tables of docs/rocm.md: instructions a weight
+python tests/rocm/code_objects.py build/rocm/rocm     prints the tables of docs/rocm.md: instructions a weight
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def tables(folder: Path) -> list[str]:
     for kind, label in (("mul1", "mul1"), ("pair", "3inst, mcg")):
         found = [instructions_a_weight(f[f"k_gemv_{kind}_8_1"]) for f in families]
         lines += [f"| {label}: {part} | {' | '.join(f'{one[part]:.2f}' for one in found)} |" for part in found[0]]
-    for kind, label, rates in (("mul1", "mul1", (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)), ("pair", "3inst, mcg", (2, 4, 6, 8, 10, 12, 14, 16))):
+    for kind, label, rates in (
+        ("mul1", "mul1", (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)),
+        ("pair", "3inst, mcg", (2, 4, 6, 8, 10, 12, 14, 16)),
+    ):
         for k2 in rates:
             sums = [instructions_a_weight(f[f"k_gemv_{kind}_{k2}_1"])["sum"] for f in families]
             lines.append(f"| {label}, {k2 / 2:g} bits | {' | '.join(f'{s:.1f}' for s in sums)} |")

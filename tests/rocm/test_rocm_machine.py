@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,50 @@ def test_refusals(ask: Ask, case: str) -> None:
     assert text is None
     assert re.search(pattern, error), error
     assert "\n" not in error
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_package_says_the_same(
+    case: str, rocm_file: Path, mock_file: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exl3 on such a machine: a model does not load, the self-test and `exl3 doctor` say why, nothing else fails."""
+    pytest.importorskip("exl3._native")
+    from exl3 import ops
+    from exl3.cli.doctor import report
+    from exl3.errors import Exl3Error
+    from exl3.ops import native
+
+    environment, pattern = CASES[case]
+    for name, value in {"EXL3_HIP_LIB": str(mock_file(11)), **environment}.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "libexl3_rocm.so"
+    path.write_bytes(rocm_file.read_bytes())
+    monkeypatch.setitem(native._backends, "cpu", native.Backend(path))  # CPU tensors stand in for a card's
+    with pytest.raises(Exl3Error, match=pattern):
+        ops.self_test("cpu")
+    assert re.search(pattern, ops.describe()["cpu"])
+    said = report()
+    assert not said["ok"] and re.search(pattern, said["self_test"]["cpu"])
+
+
+def test_importing_needs_nothing_of_rocm(rocm_file: Path, tmp_path: Path) -> None:
+    """`import exl3` under a ROCm torch with this library beside it and no HIP runtime: no failure, and the profiler's hook is off."""
+    code = (
+        "import os, torch\n"
+        "torch.version.hip = '6.4.43482'\n"
+        "import exl3, exl3.ops, exl3.models\n"
+        f"exl3.ops.native._candidates = lambda name: [__import__('pathlib').Path({str(rocm_file)!r})]\n"
+        "try: print(exl3.ops.backend('cuda').name, exl3.ops.backend('cuda').describe(0))\n"
+        "except exl3.Exl3Error as e: print(e)\n"
+        "print(os.environ['ROCPROFILER_REGISTER_ENABLED'])\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k != "ROCPROFILER_REGISTER_ENABLED"}
+    base = {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "EXL3_HIP_LIB": "/nonexistent/libamdhip64.so"}
+    for given, wanted in ((None, "0"), ("1", "1")):
+        environment = base if given is None else {**base, "ROCPROFILER_REGISTER_ENABLED": given}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "no HIP runtime" in done.stdout and done.stdout.split()[-1] == wanted
 
 
 def test_a_file_that_is_no_runtime(ask: Ask, tmp_path: Path) -> None:
