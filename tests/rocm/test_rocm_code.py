@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from code_objects import Kernel, read, tool
+from code_objects import Kernel, read, tables, tool
 from harness import ROOT
 
 FOLDER = Path(os.environ.get("EXL3_ROCM_BUILD", ROOT / "build" / "rocm" / "rocm"))
@@ -64,6 +64,22 @@ def test_instructions_a_weight(path: Path, kind: str, k2: int) -> None:
     weights = 2 * sum(t.count("dot2") for t in loop)
     vector = sum(t.startswith("v_") for t in loop)
     assert weights and vector / weights < (5.8 if kind == "mul1" else 8.6)
+
+
+def test_documented_counts() -> None:
+    """The tables of docs/rocm.md, within what another minor version of the compiler may change."""
+    if not all((FOLDER / f"kernels.{name}-generic.co").exists() for name in ("gfx10-3", "gfx11", "gfx12")):
+        pytest.skip("needs the three families")
+
+    def numbers(lines: list[str]) -> dict[str, list[float]]:
+        cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.count("|") == 5]
+        return {c[0]: [float(x) for x in c[1:]] for c in cells if c[1].replace(".", "").isdigit()}
+
+    documented = numbers((ROOT / "docs" / "rocm.md").read_text().splitlines())
+    found = numbers(tables(FOLDER))
+    assert len(found) == 2 * 6 + len(RATES)
+    for label, counts in found.items():
+        assert documented[label] == pytest.approx(counts, abs=0.15), label
 
 
 def test_size() -> None:
