@@ -87,7 +87,7 @@ def check_layout(folder: Path, layout: int, model: str | None) -> bool:
             y = lib.linear(x, [w], dtype=torch.float32)[0]
             exact = x.double() @ inner + w["bias"].double()
             worst = max(worst, relative(y, exact))
-            for _ in range(5):
+            for _ in range(3):
                 if not torch.equal(y, lib.linear(x, [w], dtype=torch.float32)[0]) or not lib.clean("linear"):
                     raise AssertionError(f"{rows} rows: a repeat differs")
         return worst
@@ -98,7 +98,7 @@ def check_layout(folder: Path, layout: int, model: str | None) -> bool:
     def large(rows: int) -> float:
         x = torch.randn(rows, 4096, device="cuda").half()
         y = lib.linear(x, [w], dtype=torch.float32)[0]
-        for _ in range(20):
+        for _ in range(10):
             if not torch.equal(y, lib.linear(x, [w], dtype=torch.float32)[0]):
                 raise AssertionError("a repeat differs")
         return relative(y, x.double() @ large_weight)
@@ -136,10 +136,10 @@ def check_layout(folder: Path, layout: int, model: str | None) -> bool:
         return relative(y, reference.attention(q.float(), c, b, scale=dim**-0.5, window=window))
 
     def encode(codebook: str, K: float) -> float:
-        tiles = torch.randn(4, 256) * 0.9
-        _, values = lib.encode(tiles.cuda(), K, codebook, MULTIPLIERS[codebook])
+        tiles = torch.randn(4, 256, device="cuda") * 0.9
+        _, values = lib.encode(tiles, K, codebook, MULTIPLIERS[codebook])
         _, want = codec.encode_reference(tiles, K, codebook)
-        return abs(float((values.cpu() - tiles).square().mean() / (want - tiles).square().mean()) - 1)
+        return abs(float((values - tiles).square().mean() / (want - tiles).square().mean()) - 1)
 
     torch.manual_seed(0)
     for codebook, K in RATES:
@@ -151,17 +151,23 @@ def check_layout(folder: Path, layout: int, model: str | None) -> bool:
         check(f"attention {case}", 2e-3, lambda c=case: attention(*c))  # type: ignore[misc]
     for case in ((64, 9, 3, 16, 0), (128, 32, 8, 16, 100), (128, 4, 4, 4, 0), (256, 4, 2, 6, 0), (96, 6, 2, 16, 0)):
         check(f"prefill {case}", 2e-3, lambda c=case: prefill(*c))  # type: ignore[misc]
-    for codebook, K in (("mul1", 1), ("mul1", 2.5), ("mul1", 4), ("mcg", 3), ("3inst", 8)):
+    encodes = (("mul1", 1), ("mul1", 2.5), ("mul1", 4), ("mcg", 3), ("3inst", 8)) if layout == 11 else ()  # the same code in all layouts
+    for codebook, K in encodes:
         check(f"encoder {codebook} {K}", 1e-3, lambda c=codebook, k=K: encode(c, k))  # type: ignore[misc]
 
     native._backends["cuda"] = native.Backend(folder / "libexl3_rocm.so")
     check("self-test", 1.0, lambda: ops.self_test("cuda") or 0.0)  # type: ignore[func-returns-value]
+    steps: dict[str, float] = {}
+
+    def model_check() -> float:
+        steps.update(model_steps(str(model)))
+        return max(steps.values())
+
     if model:
-        for name, error in model_steps(model).items():
-            check(f"model: {name}", 2e-2, lambda e=error: e)  # type: ignore[misc]
+        check("model: worst of its steps", 2e-2, model_check)
     failed = [n for n, (_, good) in results.items() if not good]
     worst = {n: w for n, (w, _) in results.items()}
-    print(json.dumps({"layout": layout, "checks": len(results), "failed": failed, "worst": worst}))
+    print(json.dumps({"layout": layout, "checks": len(results), "failed": failed, "worst": worst, "model": steps}))
     return not failed
 
 
@@ -196,6 +202,7 @@ def model_steps(path: str) -> dict[str, float]:
 
     got = logits()
     del native._backends["cuda"]
+    native._workspaces.buffers.clear()
     want = logits()
     return {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
 
