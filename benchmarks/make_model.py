@@ -1,6 +1,6 @@
 """Writes a synthetic EXL3 directory of a named shape, so that nobody has to download a model to measure one.
 
-    python benchmarks/make_model.py 8B OUT_DIR [--bits 4] [--head-bits 6] [--codebook mul1] [--layers N] [--seed 0]
+    python benchmarks/make_model.py 8B OUT_DIR [--bits 4] [--head-bits 6] [--codebook mul1] [--layers N] [--seed 0] [--device cuda]
 
 The trellis bits are random (any bits are a legal code) and the scales are set so that activations stay tame: speed is that of a real
 model, text is noise. There is no tokenizer: feed token ids.
@@ -31,10 +31,11 @@ CODE_RMS = {"mul1": 1.0003, "mcg": 1.2441, "3inst": 1.2437}
 def linear(key: str, n_in: int, n_out: int, bits: float, codebook: str, generator: torch.Generator) -> dict[str, Tensor]:
     """The tensors of one EXL3 linear (format section 1.5), padded to multiples of 128; outputs have about the input's rms."""
     rows, columns = -(-n_in // 128) * 8, -(-n_out // 128) * 8
-    signs = torch.randint(0, 2, (rows * 16 + columns * 16,), generator=generator) * 2.0 - 1.0
+    here = {"generator": generator, "device": generator.device}
+    signs = torch.randint(0, 2, (rows * 16 + columns * 16,), **here) * 2.0 - 1.0
     scale = 1 / (CODE_RMS[codebook] * n_in**0.5)
     tensors = {
-        f"{key}.trellis": torch.randint(-32768, 32768, (rows, columns, round(16 * bits)), dtype=torch.int16, generator=generator),
+        f"{key}.trellis": torch.randint(-32768, 32768, (rows, columns, round(16 * bits)), dtype=torch.int16, **here),
         f"{key}.suh": (signs[: rows * 16] * scale).half(),
         f"{key}.svh": signs[rows * 16 :].half(),
     }
@@ -54,10 +55,11 @@ def main() -> None:
     parser.add_argument("--codebook", choices=MARKERS, default="mul1")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where the bits are drawn; a card is faster and draws others")
     options = parser.parse_args()
     hidden, inner, heads, kv, dim, vocab, layers, theta = SHAPES[options.shape]
     layers = options.layers or layers
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator(options.device).manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     shards: dict[str, str] = {}
     total = 0
@@ -65,7 +67,7 @@ def main() -> None:
     def write(number: int, tensors: dict[str, Tensor]) -> None:
         nonlocal total
         name = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
-        save_file(tensors, options.out / name)
+        save_file({key: t.cpu() for key, t in tensors.items()}, options.out / name)
         shards.update(dict.fromkeys(tensors, name))
         total += sum(t.nbytes for t in tensors.values())
         print(f"{name}: {sum(t.nbytes for t in tensors.values()) / 1e6:.0f} MB", flush=True)
@@ -88,7 +90,7 @@ def main() -> None:
                 tensors[f"{prefix}.{key}.suh"] = tensors[f"{prefix}.{projections[0]}.suh"].clone()
         write(i + 1, tensors)
     ends = {
-        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).half(),
+        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator, device=options.device).half(),
         "model.norm.weight": torch.ones(hidden).half(),
     }
     write(layers + 1, ends | linear("lm_head", hidden, vocab, options.head_bits, options.codebook, generator))
