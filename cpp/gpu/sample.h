@@ -121,10 +121,19 @@ GPU_FN void sample(const exl3_sample_args& a) {
   }
   TopId top = {-3.4e38f, vocab};
   float bad = 0.f;
-  for (int i = t; i < vocab; i += kSampleThreads) {
-    const float v = x[i];
-    if (!(v <= 3.4028235e38f)) bad = 1.f;  // NaN or +inf
-    if (v > top.value) top = {v, i};
+  constexpr int kAtOnce = 8;  // loads in flight
+  for (int first = t; first < vocab; first += kAtOnce * kSampleThreads) {
+    float v[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const int i = first + j * kSampleThreads;
+      v[j] = i < vocab ? x[i] : -3.4e38f;
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      if (!(v[j] <= 3.4028235e38f)) bad = 1.f;  // NaN or +inf
+      if (v[j] > top.value) top = {v[j], first + j * kSampleThreads};
+    }
   }
   bad = block_sum<kSampleThreads>(bad, space);
   top = block_top(top, space, space_ids);
@@ -136,6 +145,10 @@ GPU_FN void sample(const exl3_sample_args& a) {
     return;
   }
   const bool greedy = p.temperature == 0.f;
+  if (greedy && !a.probs) {
+    if (t == 0) a.ids[row] = top.id;
+    return;
+  }
   const float early = greedy || p.temperature_last ? 1.f : 1.f / p.temperature;  // temperature the filters see
   const float late = greedy ? 1.f : 1.f / p.temperature;
   const float best = top.value;

@@ -171,9 +171,7 @@ _FAMILY = "no model family with this kind of layer is supported so far"
 _MOE = "no mixture-of-experts family is supported so far"
 _MOE_CPU = "experts are not placed on the CPU so far"
 _TP = "tensor parallel is not there so far"
-_SPLIT = "layers are not split over several GPUs so far"
 _HEADERS = "memory is planned from file headers and shapes, nothing is measured"
-_SLABS = "all tensors are read into slabs, always"
 _QUANT_GPU = "quantizing on a GPU has one kernel per codebook, without variants to choose"
 
 
@@ -208,7 +206,8 @@ _ROWS: dict[str, list[Setting]] = {
     ],
     "Attention and recurrent layers": [
         _never("EXL3_BC_ATTN", "flag", True, "attention of a decode step as one recorded call", _STEP, "import"),
-        _never("EXL3_BC_ATTN_TRACE", "flag", False, "print when that call is built or declined", _STEP, "import"),
+        _works("EXL3_BC_ATTN_TRACE", "flag", False,
+               "print to stderr for each number of tokens whether a decode step was recorded, and why if not"),
         _never("EXL3_BC_MLA", "flag", True, "the same for MLA layers", _STEP, "import"),
         _never("EXL3_BC_GDN", "flag", True, "the same for gated-delta-net layers", _STEP, "import"),
         _never("EXL3_BC_DSA", "flag", True, "the same for DeepSeek-V4 attention", _STEP, "import"),
@@ -325,9 +324,11 @@ _ROWS: dict[str, list[Setting]] = {
     "Loading": [
         _works("EXL3_HOST_MEM_RESERVE_MB",
                "int", 2048, "MiB of memory that must stay free when a model is loaded or converted; 0: no check", read="load", low=0),
-        _later("EXL3_EXPANDABLE_SEGMENTS", "flag", True, "expandable segments in PyTorch's allocator",
-               "set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`", "import"),
-        _never("EXL3_LOAD_ARENA", "flag", True, "small tensors in shared slabs", _SLABS, "import"),
+        _works("EXL3_EXPANDABLE_SEGMENTS", "flag", _by(True, False, False),
+               "expandable segments in PyTorch's allocator, from the first load on a GPU on; not on Windows, and not where "
+               "`PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` is set", read="load"),
+        _works("EXL3_LOAD_ARENA", "flag", True,
+               "tensors that are read together share slabs of up to 512 MiB; off: each has memory of its own", read="load"),
         _later("EXL3_NGRAM_STREAM", "flag", True, "n-gram table read from disk row by row", _FAMILY, "load"),
         _later("EXL3_NGRAM_LOCK", "flag", False, "n-gram table locked in memory", _FAMILY, "load"),
         _later("EXL3_NGRAM_GATHER_PROF", "present", False, "print statistics of those reads (Windows)", _FAMILY),
@@ -337,11 +338,11 @@ _ROWS: dict[str, list[Setting]] = {
                "load"),
         _never("EXL3_AUTOSPLIT_WORSTCASE", "flag", True, "worst cases added to measured memory", _HEADERS, "load"),
         _never("EXL3_AUTOSPLIT_PREPARE", "flag", True, "lasting buffers made before measuring", _HEADERS, "load"),
-        _later("EXL3_AUTOSPLIT_MARGIN_MB", "int", 256, "MiB kept free on each GPU", _SPLIT, "load", low=0),
+        _works("EXL3_AUTOSPLIT_MARGIN_MB", "int", 256, "MiB that must stay free on each GPU when a model is loaded", read="load", low=0),
     ],
     "Several GPUs": [
         _works("EXLLAMA_NO_P2P_COPY", "auto", None,
-               "conversion on several GPUs: copies between them through host memory: 1 always, 0 never, unset where a probe fails"),
+               "copies between GPUs through host memory: 1 always, 0 never, unset where a trial copy arrives damaged"),
         _later("EXLLAMA_MASTER_ADDR", "text", "127.0.0.1", "rendezvous address of tensor parallel", _TP, "load"),
         _later("EXLLAMA_MASTER_PORT", "int", None, "rendezvous port; unset: a free one", _TP, "load"),
         _later("EXL3_TP_NO_FWD_BARRIER", "flag", True, "no barrier at the start of a pass", _TP, "load"),

@@ -16,8 +16,8 @@ LAYOUT = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([0, 0, 0, 1, 4
 
 
 @settings(max_examples=60, deadline=None)
-@given(LAYOUT, st.integers(0, 9), st.booleans(), st.integers(0, 2**32))
-def test_any_layout(tmp_path_factory, layout, start, staged, seed):
+@given(LAYOUT, st.integers(0, 9), st.booleans(), st.sampled_from([64, 1000]), st.integers(0, 2**32))
+def test_any_layout(tmp_path_factory, layout, start, staged, gap_read, seed):
     """Random sizes, gaps and files, with pieces of 1 KiB and slabs of 4 KiB, asked for in random order."""
     random = Random(seed)
     directory = tmp_path_factory.mktemp("slabs")
@@ -36,7 +36,7 @@ def test_any_layout(tmp_path_factory, layout, start, staged, seed):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(slabs, "PIECE", 1024)
         m.setattr(slabs, "SLAB", 4096)
-        m.setattr(slabs, "_GAP", 64)
+        m.setattr(slabs, "_GAP", gap_read)
         m.setattr(slabs, "_PARTS", 5)
         got = slabs.read_tensors({name: infos[name] for name in order}, staged=staged)
     assert list(got) == order
@@ -52,6 +52,18 @@ def test_neighbours_share_reads_and_slabs(tmp_path):
     infos = {str(i): TensorInfo(torch.float16, (50,), path, 100 * i + 1, 100) for i in range(900)}
     places, sizes, reads = slabs._plan(infos)
     assert len(sizes) == 1 and len(reads) == 1 and len(places) == 900
+
+
+def test_without_the_arena_each_tensor_has_its_own_memory(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(200)))
+    infos = {str(i): TensorInfo(torch.uint8, (50,), path, 50 * i, 50) for i in range(4)}
+    together = slabs.read_tensors(infos)
+    monkeypatch.setenv("EXL3_LOAD_ARENA", "0")
+    apart = slabs.read_tensors(infos)
+    assert all(torch.equal(apart[name], together[name]) for name in infos)
+    assert len({t.untyped_storage().data_ptr() for t in together.values()}) == 1
+    assert len({t.untyped_storage().data_ptr() for t in apart.values()}) == 4
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_replay_equals_eager_bit_for_bit(model, native):
         for serial, rows in enumerate(plans(model, rng)):
             given = [(ids.tolist(), start, pages, (step, serial, i)) for i, (ids, start, pages) in enumerate(rows)]
             assert torch.equal(recorded.run(given), eager.run(given))
-    assert set(recorded._recorded) == {3, 4} and recorded.mode == "tape"
+    assert set(recorded.recorded) == {3, 4} and recorded.mode == "tape"
     for x, y in zip(a.layers, b.layers):
         for s, t in zip(x.tensors, y.tensors):
             assert torch.equal(s, t)  # padding tokens wrote nothing
@@ -102,10 +102,10 @@ def test_recordings_are_dropped_when_weights_change(model, native):
     row = [([5], 0, [0, 1], "a")]
     before = runner.run(row).clone()
     model.revision = getattr(model, "revision", 0) + 1
-    first = next(iter(runner._recorded.values()))
-    assert torch.equal(runner.run(row), before) and next(iter(runner._recorded.values())) is not first
+    first = next(iter(runner.recorded.values()))
+    assert torch.equal(runner.run(row), before) and next(iter(runner.recorded.values())) is not first
     runner.reset()
-    assert not runner._recorded
+    assert not runner.recorded
 
 
 @torch.inference_mode()
@@ -156,3 +156,160 @@ def test_every_pair_of_cache_bits_runs_long_prompts(tmp_path):
                 while generator.num_remaining_jobs():
                     results += generator.iterate()
                 assert results[-1]["eos_reason"] == "max_new_tokens" and results[-1]["new_tokens"] == 2, (k, v)
+
+
+# ------------------------------------------------------------------------------------------------ several segments, and going ahead
+
+
+def split_model(tmp_path, counts, layers=4, **changes):
+    config = {**plain_llama.CONFIG, "head_dim": 32, "hidden_size": 64, "num_hidden_layers": layers, **changes}
+    path = plain_llama.write(tmp_path / "m", config, plain_llama.random_weights(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = exl3.load(path, device="cpu")
+        several = exl3.load(path, device=",".join(["cpu"] * len(counts)), split=counts)
+    return one, several
+
+
+def greedy(generator, prompts, n):
+    jobs = [Job(p, n, sampler=ArgmaxSampler(), stop_conditions=[]) for p in prompts]
+    got = {j: [] for j in jobs}
+    generator.enqueue(jobs)
+    while generator.num_remaining_jobs():
+        for r in generator.iterate():
+            assert r["stage"] != "error", r
+            got[r["job"]] += r["token_ids"][0].tolist() if "token_ids" in r else []
+    assert generator.pagetable.referenced == 0
+    return [got[j] for j in jobs]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mode", ["tape", "eager"])
+@pytest.mark.parametrize("counts", [[1, 3], [2, 1, 1]])
+def test_segments_equal_the_whole_bit_for_bit(tmp_path, native, mode, counts):
+    one, several = split_model(tmp_path, counts)
+    assert [len(stage.blocks) for stage in several.stages] == counts
+    assert several.cache_devices == [torch.device("cpu")] * 4 and one.cache_devices is None
+    ids = tokens(one, 30)
+    assert torch.equal(one.logits(ids), several.logits(ids))
+    a, b = StepRunner(one, Cache(one, 512, "cpu"), 1, "tape"), StepRunner(several, Cache(several, 512, "cpu"), 1, mode)
+    assert [s.device.type for s in b.segments] == ["cpu"] * len(counts)
+    for step in range(4):
+        rows = [([int(t)], 3 * step + i, [i], i) for i, t in enumerate(tokens(one, 2, step))]
+        assert torch.equal(a.run(rows), b.run(rows))
+    if mode == "tape":
+        assert all(set(s.recorded) == {2} for s in b.segments)
+
+
+def test_a_split_engine_writes_the_same_text(tmp_path, native, monkeypatch):
+    monkeypatch.delenv("EXL3_STEP")
+    one, several = split_model(tmp_path, [3, 1])
+    prompts = [tokens(one, n, n) for n in (3, 40, 300)]
+    texts = [greedy(Generator(m, Cache(m, 2048, m.device)), prompts, 10) for m in (one, several)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("split", [[1], [2, 3], [0, 4], [4, 0], [1.5, 2.5], [2, 1, 1]])
+def test_impossible_splits_are_named(tmp_path, split):
+    config = {**plain_llama.CONFIG, "num_hidden_layers": 4}
+    path = plain_llama.write(tmp_path, config, plain_llama.random_weights(config))
+    with pytest.raises(ArgumentError, match="split"):
+        exl3.load(path, device="cpu,cpu", split=split)
+
+
+def test_the_trace_says_what_was_built_and_what_was_declined(tmp_path, native, monkeypatch, capfd):
+    monkeypatch.setenv("EXL3_BC_ATTN_TRACE", "1")
+    monkeypatch.delenv("EXL3_STEP")
+    one, several = split_model(tmp_path, [1, 3])
+    for model in (one, several):
+        runner = StepRunner(model, Cache(model, 256, "cpu"), 1)
+        runner.run([([5], 0, [0], "a"), ([6], 0, [0], "b")])
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 3 and said[0].startswith("exl3: step of 2 tokens on cpu: built as a tape of ")
+    assert [line.split(":")[1] for line in said[1:]] == [
+        " step of 2 tokens on cpu, layers 0 to 0", " step of 2 tokens on cpu, layers 1 to 3",
+    ]  # fmt: skip
+    one.blocks[0].self_attn.register_forward_pre_hook(lambda module, args: (args[0].mul_(1.0), *args[1:]))
+    with pytest.warns(RuntimeWarning, match="decode steps run from Python"):
+        StepRunner(one, Cache(one, 256, "cpu"), 1).run([([5], 0, [0], "a")])
+    assert "declined, it runs from Python: aten.mul_" in capfd.readouterr().err
+
+
+class Counting:
+    """How often a runner launched and how often a step was there already."""
+
+    def __init__(self, runner):
+        self.launched = self.found = 0
+        launch, found = runner._launch, runner._found
+
+        def counted_launch(*args):
+            self.launched += 1
+            return launch(*args)
+
+        def counted_found(*args):
+            out = found(*args)
+            self.found += out is not None
+            return out
+
+        runner._launch, runner._found = counted_launch, counted_found
+        runner._cards = True  # the CPU gains nothing by it, but does it right
+
+
+def test_going_ahead_changes_nothing(tmp_path, native, monkeypatch):
+    """Jobs of different lengths that end, join and share a step: the same text, and most steps are there before they are asked for."""
+    monkeypatch.delenv("EXL3_STEP")
+    one, _ = split_model(tmp_path, [2, 2])
+    prompts = [tokens(one, n, n) for n in (3, 40, 251, 7)]
+
+    def run(ahead):
+        generator = Generator(one, Cache(one, 4096, "cpu"), max_batch_size=3)
+        counts = Counting(generator.runner) if ahead else None
+        jobs = [Job(p, 10 + 9 * i, sampler=ArgmaxSampler(), stop_conditions=[]) for i, p in enumerate(prompts)]
+        got = {j: [] for j in jobs}
+        generator.enqueue(jobs)
+        while generator.num_remaining_jobs():
+            for r in generator.iterate():
+                assert r["stage"] != "error", r
+                got[r["job"]] += r["token_ids"][0].tolist() if "token_ids" in r else []
+        return [got[j] for j in jobs], generator, counts
+
+    plain, _, _ = run(False)
+    text, generator, counts = run(True)
+    assert text == plain and generator.pagetable.referenced == 0
+    assert counts.found >= 30 and counts.launched <= generator.runner.steps + 12
+
+
+@torch.inference_mode()
+def test_a_step_ahead_is_used_for_its_very_rows_alone(tmp_path, native):
+    one, _ = split_model(tmp_path, [2, 2])
+    cache = Cache(one, 1024, "cpu")
+    runner, plain = StepRunner(one, cache, 1, "tape"), StepRunner(one, Cache(one, 1024, "cpu"), 1, "eager")
+    counts = Counting(runner)
+
+    def rows(step, last, names="abc"):
+        return [([last[n]], step, ["abc".index(n)], n) for n in names]
+
+    last = dict(zip("abc", (5, 6, 7)))
+    for step in range(2):
+        logits = runner.run(rows(step, last))
+        assert torch.equal(logits, plain.run(rows(step, last)))
+        drawn = runner.fetch(logits.argmax(-1).int(), range(3))
+        last = dict(zip("abc", drawn))
+    assert counts.found == 1 and counts.launched == 3
+    # some rows of it, in another order
+    logits = runner.run(rows(2, last, "ca"))
+    assert torch.equal(logits, plain.run(rows(2, last, "ca"))) and counts.found == 2
+    runner.fetch(logits.argmax(-1).int(), range(2))
+    # another token, another place, another owner: computed anew
+    for wrong in ([([9], 3, [2], "c")], [([last["c"]], 2, [2], "c")], [([1], 3, [2], "d")], [([1, 2], 3, [2], "c")]):
+        found = counts.found
+        assert torch.equal(runner.run(wrong), plain.run(wrong)) and counts.found == found
+    # nor past the end of a row's pages, nor where not every row drew, nor when told not to
+    launched = counts.launched
+    runner.run([([4], 255, [2], "c")])
+    assert runner.fetch(torch.tensor([3], dtype=torch.int32), [0]) == [3]
+    runner.run(rows(4, last))
+    assert runner.fetch(torch.tensor([3, 1], dtype=torch.int32), [0, 2]) == [3, 1]
+    runner.ahead = False
+    assert runner.fetch(torch.tensor([3, 1, 2], dtype=torch.int32), [0, 1, 2]) == [3, 1, 2]
+    assert counts.launched == launched + 2

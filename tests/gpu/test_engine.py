@@ -58,7 +58,7 @@ def test_replay_equals_eager_bit_for_bit(model, mode, bits):
                 ids = tokens(model, n, int(rng.integers(1000))).tolist()
                 rows.append((ids, int(rng.integers(0, 200)), [int(p) for p in pages[2 * i : 2 * i + 2]], (step, len(shape), i)))
             assert torch.equal(recorded.run(rows), eager.run(rows))
-    assert recorded.mode == mode and set(recorded._recorded) == {1, 3, 4, 6}
+    assert recorded.mode == mode and set(recorded.recorded) == {1, 3, 4, 6}
     for x, y in zip(a.layers, b.layers):
         for s, t in zip(x.tensors, y.tensors):
             assert torch.equal(s, t)

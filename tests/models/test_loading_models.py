@@ -19,6 +19,7 @@ from exl3.files import Checkpoint
 from exl3.models import FAMILIES, build, loading, locate, memory
 from exl3.models.llama import Llama, LlamaBlock
 from exl3.nn import Attention
+from exl3.ops import memory as machine
 from exl3.parallel import plan
 
 
@@ -359,9 +360,9 @@ def test_container_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 250000\n")
-    assert memory._container_bytes(str(tmp_path)) == 550000
+    assert machine._container_bytes(str(tmp_path)) == 550000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._container_bytes(str(tmp_path)) == 1 << 62
+    assert machine._container_bytes(str(tmp_path)) == 1 << 62
 
 
 def test_shards_without_index_and_adapter_files(tmp_path: Path) -> None:

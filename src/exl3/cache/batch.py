@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +33,14 @@ class Batch:
     """(R, P) pages of each row in order"""
     logits_at: Tensor | None = None
     """(L,) packed indices whose logits are wanted; None: all"""
+    logits: Tensor | None = None
+    """(L, vocab_size) fp32 for the head to write to; None: a new tensor"""
     cache: Cache | None = None
     """None: a whole-sequence pass without a cache"""
     tables: dict[Any, Any] = field(default_factory=dict)
     """rotary tables of this step by kind, filled by the model"""
+    elsewhere: dict[torch.device, Batch] = field(default_factory=dict)
+    """copies on other devices"""
 
     @property
     def tokens(self) -> int:
@@ -45,6 +49,16 @@ class Batch:
     @property
     def rows(self) -> int:
         return self.lengths.shape[0]
+
+    def on(self, device: torch.device) -> Batch:
+        """This batch on `device`, with rotary tables of its own: itself where it lies there already, else a copy made once."""
+        if self.ids.device == device:
+            return self
+        if device not in self.elsewhere:
+            names = ("ids", "positions", "token_row", "row_start", "lengths", "block_table", "logits_at")
+            moved = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
+            self.elsewhere[device] = replace(self, **moved, tables={}, elsewhere={})
+        return self.elsewhere[device]
 
     @classmethod
     def whole(cls, ids: Tensor) -> Batch:

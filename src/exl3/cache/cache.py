@@ -10,6 +10,7 @@ from torch import Tensor
 from exl3 import ops
 from exl3.cache.batch import Batch
 from exl3.errors import ArgumentError, ResourceError
+from exl3.ops.memory import available_bytes
 
 PAGE = 256
 """Tokens in a page."""
@@ -67,9 +68,9 @@ class Cache:
     """Pages of keys and values for every layer of a model.
 
     config: the model's configuration (num_hidden_layers, num_key_value_heads, head_dim, or a list `cache_shapes` of (kv_heads, head_dim)
-    per layer); max_tokens: room for this many tokens, rounded up to whole pages of 256; k_bits, v_bits: 16 (fp16) or 2 .. 8; compand: a of
-    the compander of the quantized codes, 0 off. Raises ArgumentError for values that cannot work, ResourceError where memory does not
-    suffice.
+    per layer, and `cache_devices`, the device of each, where they are on several); max_tokens: room for this many tokens, rounded up to
+    whole pages of 256; k_bits, v_bits: 16 (fp16) or 2 .. 8; compand: a of the compander of the quantized codes, 0 off. Raises
+    ArgumentError for values that cannot work, ResourceError where memory does not suffice, before any is taken.
     """
 
     def __init__(
@@ -90,18 +91,31 @@ class Cache:
                     f"cache: layer {i} has head_dim {head_dim}; {k_bits}/{v_bits}-bit caches take multiples of {step} up to 512"
                 )
         self.device = torch.device(device)
+        places = (None if isinstance(config, dict) else getattr(config, "cache_devices", None)) or [self.device] * len(shapes)
         self.pages = -(-max_tokens // PAGE)
         self.max_tokens = self.pages * PAGE
         self.k_bits, self.v_bits, self.compand = k_bits, v_bits, compand
+        for place in dict.fromkeys(places):
+            need = sum(self.bytes_per_token(h, d, k_bits, v_bits) for (h, d), p in zip(shapes, places) if p == place) * self.max_tokens
+            self._check_room(need, place)
         try:
-            self.layers = [Layer(self.pages, h, d, self.device, k_bits, v_bits, compand) for h, d in shapes]
-        except (torch.OutOfMemoryError, RuntimeError) as e:
-            need = sum(self.bytes_per_token(h, d, k_bits, v_bits) for h, d in shapes) * self.max_tokens
-            if isinstance(e, torch.OutOfMemoryError) or "alloc" in str(e):
-                raise ResourceError(
-                    f"cache: {need / 2**30:.2f} GiB for {self.max_tokens} tokens do not fit on {device}; ask for fewer or fewer bits"
-                ) from e
-            raise
+            self.layers = [Layer(self.pages, h, d, place, k_bits, v_bits, compand) for (h, d), place in zip(shapes, places, strict=True)]
+        except RuntimeError as e:
+            if not isinstance(e, torch.OutOfMemoryError) and "alloc" not in str(e):
+                raise
+            self.layers = []
+            self._refuse(need, place, "the device had none left")
+
+    def _check_room(self, need: int, device: torch.device) -> None:
+        """ResourceError before anything is allocated where `need` bytes are more than there are."""
+        if device.type in ("cpu", "cuda") and need > (have := available_bytes(device)):
+            self._refuse(need, device, f"{have / 2**30:.2f} GiB are free")
+
+    def _refuse(self, need: int, device: torch.device, found: str) -> None:
+        bits = "16" if self.k_bits == self.v_bits == 16 else f"{self.k_bits}/{self.v_bits}"
+        raise ResourceError(
+            f"cache: {self.max_tokens} tokens at {bits} bits need {need / 2**30:.2f} GiB on {device}, {found}; ask for fewer tokens or bits"
+        )
 
     @staticmethod
     def bytes_per_token(kv_heads: int, head_dim: int, k_bits: int = 16, v_bits: int = 16) -> int:

@@ -13,7 +13,11 @@ from typing import Any
 import click
 
 device_option = click.option(
-    "-d", "--device", default=None, metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if one is usable, else cpu)"
+    "-d",
+    "--device",
+    default=None,
+    metavar="DEVICE",
+    help="cpu, cuda, cuda:N, several as cuda:0,cuda:1 or cuda:0,cpu, or auto (default: a GPU if one is usable, else cpu)",
 )
 json_flag = click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of text")
 

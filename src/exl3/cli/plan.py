@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from exl3.cli.common import device_option, emit_json, human_bytes, json_flag, table
@@ -25,4 +27,12 @@ def command(model: str, max_tokens: int | None, cache_bits: str, device: str | N
     if as_json:
         emit_json(result)
         return
-    table([(k.replace("_", " "), human_bytes(v) if k.endswith("bytes") else str(v)) for k, v in result.items()])
+    parts = result.pop("parts")
+    table(_rows(result))
+    for part in parts if len(parts) > 1 else ():
+        click.echo()
+        table(_rows(part))
+
+
+def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(k.replace("_", " "), human_bytes(v) if k.endswith("bytes") else str(v)) for k, v in values.items()]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl3 import settings
 from exl3.errors import FormatError, ResourceError
 from exl3.files.safetensors import TensorInfo, paused_gc
 from exl3.settings import debug_log
@@ -46,14 +47,15 @@ class _Read:
     def add(self, start: int, nbytes: int) -> None:
         self.parts.append((start, nbytes))
         self.nbytes += nbytes
-        self.stop = max(self.stop, start + nbytes)
+        if start >= 0:
+            self.stop = max(self.stop, start + nbytes)
 
 
 def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "cpu", *, staged: bool | None = None) -> dict[str, Tensor]:
     """Read `infos` to `device`: name -> tensor in its stored dtype and shape, 256-byte aligned, in the order of `infos`.
 
-    Tensors read together share slabs of up to 512 MiB: a slab is freed when the last tensor in it is. `staged` reads through
-    staging buffers (default: only for devices other than the CPU). Raises `FormatError` when a file has shrunk or gone since
+    Tensors read together share slabs of up to 512 MiB (EXL3_LOAD_ARENA): a slab is freed when the last tensor in it is. `staged` reads
+    through staging buffers (default: only for devices other than the CPU). Raises `FormatError` when a file has shrunk or gone since
     its header was checked.
     """
     device = torch.device(device)
@@ -61,7 +63,7 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
         return {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
     begin = time.perf_counter()
     with paused_gc():
-        places, sizes, reads = _plan(infos)
+        places, sizes, reads = _plan(infos, SLAB if settings.get("EXL3_LOAD_ARENA") else 0)
     slabs = [_aligned_empty(size, device) for size in sizes]
     if staged or (staged is None and device.type != "cpu"):
         current = torch.cuda.current_stream(device) if device.type == "cuda" else None  # of this thread, not of the readers
@@ -79,14 +81,14 @@ def read_tensors(infos: Mapping[str, TensorInfo], device: str | torch.device = "
     return result
 
 
-def _plan(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, tuple[int, int]], list[int], list[_Read]]:
-    """(name -> (slab, start), sizes of the slabs, reads), in order of file and offset."""
+def _plan(infos: Mapping[str, TensorInfo], most: int = SLAB) -> tuple[dict[str, tuple[int, int]], list[int], list[_Read]]:
+    """(name -> (slab, start), sizes of the slabs, reads), in order of file and offset. A slab of several tensors has up to `most` bytes."""
     places: dict[str, tuple[int, int]] = {}
     sizes: list[int] = []
     reads: list[_Read] = []
     for name, info in sorted(infos.items(), key=lambda item: (str(item[1].file), item[1].offset)):
         room = -(-info.nbytes // ALIGNMENT) * ALIGNMENT
-        if not sizes or sizes[-1] + room > SLAB:
+        if not sizes or sizes[-1] + room > most:
             sizes.append(0)
         slab, start = len(sizes) - 1, sizes[-1]
         places[name] = slab, start

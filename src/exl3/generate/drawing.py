@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +27,7 @@ class Drawer:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
         self.fused = bool(settings.get("EXL3_FUSED_SAMPLER"))
+        self.fetch: Callable[[Tensor, Sequence[int]], list[int]] = lambda ids, rows: ids.tolist()  # type: ignore[no-any-return]
 
     def draw(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]]) -> list[Drawn]:
         """One token for each (job, row, offset): `offset` counts draft tokens before it. An error of one row is returned in its place."""
@@ -126,7 +127,7 @@ class Drawer:
         if at[-1] - first == count - 1 and at == list(range(first, first + count)):
             part = logits[first : first + count]
         else:
-            part = logits.index_select(0, torch.tensor(at, device=logits.device))
+            part = logits.index_select(0, ops.put(torch.tensor(at), logits.device))
         longest = 0
         records = []
         for i in chosen:
@@ -137,8 +138,8 @@ class Drawer:
         history = lengths = None
         if longest:
             history, lengths = self._pack_history([rows[i] for i in chosen], logits.device)
-        ids, _ = ops.sample(part, params.to(logits.device), history, lengths)
-        for i, token in zip(chosen, ids.tolist()):
+        ids, _ = ops.sample(part, ops.put(params, logits.device), history, lengths, probs=False)
+        for i, token in zip(chosen, self.fetch(ids, at)):
             out[i] = token if token >= 0 else self._bad_row(logits, rows[i])
 
     def _pack_history(self, rows: Sequence[tuple[Job, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ class Drawer:
         for r, ids in enumerate(past):
             table[r, : len(ids)] = ids
         lengths = np.array([len(p) for p in past], np.int32)
-        return torch.from_numpy(table).to(device), torch.from_numpy(lengths).to(device)
+        return ops.put(torch.from_numpy(table), device), ops.put(torch.from_numpy(lengths), device)
 
     def _bad_row(self, logits: Tensor, row: tuple[Job, int, int]) -> Exception:
         job, at, offset = row

@@ -92,6 +92,7 @@ class Generator(Conveniences):
         self.drafter = make_drafter(
             self, draft_model, draft_cache, num_draft_tokens, ngram_match_min, dynamic_draft_tokens, draft_confidence
         )
+        self.drawer.fetch = self.runner.fetch
         self.pending_jobs: deque[Job] = deque()
         self.active_jobs: list[Job] = []
         self.recurrent_cache = None
@@ -213,6 +214,8 @@ class Generator(Conveniences):
             self.masks.idle(behind)
         if ready:
             self._cooldown -= 1
+            # not where the next step will have other rows: drafts, or jobs that a prefill pass brings in
+            self.runner.ahead = self.drafter is None and (not waiting or self._cooldown > 0)
             self._decode([j for j in ready if not j.is_finished], results)
 
     def _apply_cancellations(self) -> None:

@@ -1,28 +1,29 @@
 """One face for a decode step: the same small buffers every time, recorded once per number of tokens and replayed.
 
 Recorders: "tape" (native calls repeated by one C++ call; the CPU, and wherever EXL3_GRAPHS=0), "graph" (torch.cuda.CUDAGraph), "eager" (the
-Python runs each time; EXL3_STEP=eager, and where a step can't be recorded). Prefill is never recorded.
+Python runs each time; EXL3_STEP=eager, and where a step can't be recorded). Prefill is never recorded. A model on several devices has
+one segment, and so one recording, for each.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exl3 import settings
+from exl3 import ops
 from exl3.cache import Batch
-from exl3.errors import ArgumentError, BackendError
-from exl3.ops import native
+from exl3.errors import ArgumentError
+from exl3.generate.segments import BUCKETS, MAX_TOKENS, Indices, Recording, Segment, recorder
+from exl3.models.stages import stages_of, walk
 
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-MAX_TOKENS = BUCKETS[-1]
+__all__ = ["BUCKETS", "MAX_TOKENS", "StepRunner", "bucket", "forward", "packed_batch", "recorder"]
 
-_pools: dict[int, Any] = {}  # device index -> memory pool that all graphs of the device share
+Row = tuple[Sequence[int], int, Sequence[int], Any]  # new ids, position of the first, pages, owner
 
 
 def bucket(tokens: int) -> int:
@@ -33,22 +34,10 @@ def bucket(tokens: int) -> int:
     raise ArgumentError(f"a decode step takes at most {MAX_TOKENS} tokens, got {tokens}")
 
 
-def recorder(device: torch.device) -> str:
-    """Which recorder serves `device`: EXL3_STEP if set, else graph on CUDA unless EXL3_GRAPHS=0, tape elsewhere."""
-    chosen = settings.get("EXL3_STEP")
-    if chosen is not None:
-        return str(chosen)
-    if device.type != "cuda":
-        return "tape"
-    return "graph" if settings.get("EXL3_GRAPHS", backend="rocm" if torch.version.hip else "cuda") else "tape"
-
-
 def forward(model: Any, batch: Batch, head: bool = True) -> Tensor | None:
     """embed, blocks, head. Without `head` the pass only fills the cache."""
-    x = model.embed(batch)
-    for block in model.blocks:
-        x = block(x, batch)
-    return model.head(x, batch) if head else None
+    out = walk(model, batch, head)
+    return out if head else None
 
 
 def packed_batch(
@@ -63,7 +52,7 @@ def packed_batch(
         table[r, : len(pages)] = pages
 
     def put(x: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device)
+        return ops.put(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)), device)
 
     return Batch(
         ids=put(np.concatenate([ids for ids, _, _ in rows])),
@@ -77,146 +66,140 @@ def packed_batch(
     )
 
 
+@dataclass
+class _Ahead:
+    """A step that runs on the card already, each of its rows a token further than the step before."""
+
+    logits: Tensor
+    at: dict[Any, tuple[int, int, int, int]]  # owner -> (row, token id, its position, pages)
+
+
 class StepRunner:
     """Decode steps of one model over one cache. `width`: pages a row may have at most.
 
     `run(rows)` takes (ids, first position, pages, owner) per row, at most 64 tokens in all, and returns logits `(tokens, vocab)` fp32,
-    valid until the next run. `owner` is any hashable: a row of the block table is rewritten only when its owner or number of pages changes.
+    valid until the next run or fetch. `owner` is any hashable: a row of the block table is rewritten only when its owner or number of
+    pages changes.
+
+    `fetch(ids)` brings the tokens drawn from these logits to the host. On a card it first starts the step that follows if every row goes
+    on with its token, so that the card works while the host looks at the tokens; a `run` that asks for rows of that step finds its
+    logits there, any other is computed anew. `ahead = False` turns that off. What such a step leaves in the cache lies beyond every row's
+    end, and later work on the same stream overwrites it.
     """
 
     def __init__(self, model: Any, cache: Any, width: int, mode: str | None = None) -> None:
         self.model, self.cache = model, cache
-        self.device = torch.device(model.device)
-        self.mode = mode or recorder(self.device)
-        n = MAX_TOKENS
-        on_gpu = self.device.type == "cuda"
-        self._host = torch.zeros(5 * n + 1, dtype=torch.int32, pin_memory=on_gpu)
-        self._host_table = torch.zeros(n, width, dtype=torch.int32, pin_memory=on_gpu)
-        self._small = self._host.to(self.device) if on_gpu else self._host
-        self._table = self._host_table.to(self.device) if on_gpu else self._host_table
-        view = self._host.numpy()
-        self._ids, self._positions, self._token_row = view[:n], view[n : 2 * n], view[2 * n : 3 * n]
-        self._row_start, self._lengths = view[3 * n : 4 * n + 1], view[4 * n + 1 :]
-        self._np_table = self._host_table.numpy()
-        self._owners: list[Any] = [None] * n
-        self._copied: Any = None  # event: the pinned buffers may be written again
-        self._recorded: dict[int, tuple[Any, Batch, Tensor]] = {}
+        stages = stages_of(model)
+        self.device = stages[0].device
+        self._cards = all(stage.device.type == "cuda" for stage in stages)
+        self._indices = Indices(width, any(stage.device.type == "cuda" for stage in stages))
+        self.segments, at = [], 0
+        for stage in stages:
+            blocks = (at, at + len(stage.blocks))
+            self.segments.append(Segment(model, stage, cache, self._indices, mode or recorder(stage.device), blocks))
+            at = blocks[1]
         self._revision: Any = None
+        self._last: list[Row] | None = None  # rows of the last run where each had one token
+        self._pending: _Ahead | None = None
+        self._drawn: Any = None  # pinned buffer and event of `fetch`
+        self.ahead = True
         self.steps = 0
+
+    @property
+    def mode(self) -> str:
+        """How steps run on the first device: tape, graph or eager."""
+        return self.segments[0].mode
+
+    @property
+    def recorded(self) -> dict[int, Recording]:
+        """Recordings of the first device by number of tokens."""
+        return self.segments[0].recorded
 
     def reset(self) -> None:
         """Drops all recordings: weights, adapters or cache have changed."""
-        self._recorded.clear()
+        self._pending = None
+        for segment in self.segments:
+            segment.recorded.clear()
 
-    def run(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int], Any]]) -> Tensor:
+    def run(self, rows: Sequence[Row]) -> Tensor:
         """See the class."""
         revision = (getattr(self.model, "revision", 0), id(self.cache))
         if revision != self._revision:
             self.reset()
             self._revision = revision
-        tokens, size = self._fill(rows)
         self.steps += 1
-        held = self._recorded.get(size)
-        if held is None:
-            held = self._record(size)
-            if held is None:
-                logits = forward(self.model, self._batch(size))
-                assert logits is not None
-                return logits[:tokens]
-        else:
-            recording = held[0][0] if isinstance(held[0], tuple) else held[0]
-            recording.replay()
-        return held[2][:tokens]
+        pending, self._pending = self._pending, None
+        self._last = list(rows) if self._cards and all(len(row[0]) == 1 for row in rows) else None
+        if pending is not None and self._last is not None:
+            found = self._found(pending, rows)
+            if found is not None:
+                return found
+        return self._launch(rows)
 
-    def _fill(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int], Any]]) -> tuple[int, int]:
-        """Writes the rows into the buffers; (tokens, size of the step)."""
-        ids: list[int] = []
-        positions: list[int] = []
-        token_row: list[int] = []
-        starts = [0]
-        lengths: list[int] = []
-        if self._copied is not None:
-            self._copied.synchronize()
-        dirty = False
-        for r, (row, first, pages, owner) in enumerate(rows):
-            n = len(row)
-            ids += row
-            positions += range(first, first + n)
-            token_row += [r] * n
-            starts.append(len(ids))
-            lengths.append(first + n)
-            key = (owner, len(pages))
-            if self._owners[r] != key:
-                self._np_table[r, : len(pages)] = pages
-                self._owners[r] = key
-                dirty = True
-        tokens, count = len(ids), len(lengths)
+    def _launch(self, rows: Sequence[Row], ids: Tensor | None = None) -> Tensor:
+        """Starts a step; `ids`: its token ids where they are on the card only."""
+        tokens = sum(len(row[0]) for row in rows)
         size = bucket(tokens)
-        pad = size - tokens
-        self._ids[:size] = ids + [0] * pad
-        self._positions[:size] = positions + [0] * pad
-        self._token_row[:size] = token_row + [-1] * pad
-        self._row_start[: size + 1] = starts + [tokens] * (size - count)
-        self._lengths[:size] = lengths + [0] * (size - count)
-        if self.device.type == "cuda":
-            self._small.copy_(self._host, non_blocking=True)
-            if dirty:
-                self._table[:count].copy_(self._host_table[:count], non_blocking=True)
-            self._copied = self._copied or torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self.device))
-        return tokens, size
+        for segment in self.segments:
+            segment.wait()
+        changed = self._indices.fill(rows, size)
+        x: Tensor | None = None
+        for segment in self.segments:
+            segment.send(len(rows), changed)
+            if ids is not None:
+                ops.copy_(segment.ids[:tokens], ids)
+        for segment in self.segments:
+            x = segment.run(size, x)
+        assert x is not None
+        return x[:tokens]
 
-    def _batch(self, size: int) -> Batch:
-        n, s = MAX_TOKENS, self._small
-        return Batch(
-            ids=s[:size], positions=s[n : n + size], token_row=s[2 * n : 2 * n + size], row_start=s[3 * n : 3 * n + size + 1],
-            lengths=s[4 * n + 1 : 4 * n + 1 + size], block_table=self._table[:size], logits_at=None, cache=self.cache,
-        )  # fmt: skip
+    def fetch(self, ids: Tensor, rows: Sequence[int]) -> list[int]:
+        """The drawn `ids` int32 `(n,)`, one for each of the logits' `rows`, on the host; see the class."""
+        last = self._last
+        if not self.ahead or last is None or list(rows) != list(range(len(last))) or not self._may_go_ahead(last):
+            drawn: list[int] = ids.tolist()
+            return drawn
+        arrived = self._bring(ids)
+        following = [((0,), first + 1, pages, owner) for _, first, pages, owner in last]
+        logits = self._launch(following, ids)
+        drawn = arrived()
+        places = {owner: (r, drawn[r], first, len(pages)) for r, (_, first, pages, owner) in enumerate(following)}
+        self._pending = _Ahead(logits, places)
+        return drawn
 
-    def _record(self, size: int) -> tuple[Any, Batch, Tensor] | None:
-        """Records the step of `size` tokens, having run it once; None where it can't be recorded."""
-        if self.mode == "eager":
-            return None
-        batch = self._batch(size)
-        try:
-            held = self._record_graph(batch) if self.mode == "graph" else self._record_tape(batch)
-        except (ArgumentError, BackendError, ImportError) as error:
-            if settings.get("EXL3_STEP") is not None:
-                raise
-            warnings.warn(f"decode steps run from Python, slower: {error}", RuntimeWarning, stacklevel=3)
-            self.mode = "eager"
-            return None
-        self._recorded[size] = held
-        return held
+    def _bring(self, ids: Tensor) -> Callable[[], list[int]]:
+        """Starts a copy to the host; the result waits for it, and for nothing queued later."""
+        if ids.device.type != "cuda":
+            there: list[int] = ids.tolist()
+            return lambda: there
+        if self._drawn is None:
+            self._drawn = torch.zeros(MAX_TOKENS, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+        host, event = self._drawn
+        host[: len(ids)].copy_(ids, non_blocking=True)
+        event.record(torch.cuda.current_stream(ids.device))
 
-    def _record_tape(self, batch: Batch) -> tuple[Any, Batch, Tensor]:
-        from exl3 import ops
+        def arrived() -> list[int]:
+            event.synchronize()
+            values: list[int] = host[: len(ids)].tolist()
+            return values
 
-        tape = ops.Tape(self.device)
-        with tape:
-            logits = forward(self.model, batch)
-        assert logits is not None
-        return tape, batch, logits
+        return arrived
 
-    def _record_graph(self, batch: Batch) -> tuple[Any, Batch, Tensor]:
-        with torch.cuda.device(self.device):
-            index = torch.cuda.current_device()
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                warm = forward(self.model, batch)  # lazy allocations and library handles belong outside the capture
-                assert warm is not None
-                logits = torch.empty_like(warm)  # outside the pool, so that it survives the next graph's replay
-            torch.cuda.current_stream().wait_stream(side)
-            if index not in _pools:
-                _pools[index] = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            batch.tables.clear()
-            # other threads (filters, the server) may call CUDA meanwhile
-            with torch.cuda.graph(graph, pool=_pools[index], capture_error_mode="thread_local"):
-                made = forward(self.model, batch)
-                assert made is not None
-                logits.copy_(made)
-            graph.replay()
-        # the kernels' workspaces are replaced when they grow: this graph goes on with those it was recorded with
-        return (graph, native.workspaces(self.device)), batch, logits
+    def _may_go_ahead(self, rows: Sequence[Row]) -> bool:
+        """Whether the next step is recorded and every row's pages hold one more token."""
+        size = bucket(len(rows))
+        if any(segment.mode == "eager" or size not in segment.recorded for segment in self.segments):
+            return False
+        return all(first + 1 < 256 * len(pages) for _, first, pages, _ in rows)
+
+    def _found(self, pending: _Ahead, rows: Sequence[Row]) -> Tensor | None:
+        """The logits of `rows` where the pending step has them all."""
+        at = []
+        for ids, first, pages, owner in rows:
+            place = pending.at.get(owner)
+            if place is None or place[1:] != (ids[0], first, len(pages)):
+                return None
+            at.append(place[0])
+        if at == list(range(len(at))):
+            return pending.logits[: len(at)]
+        return pending.logits.index_select(0, ops.put(torch.tensor(at), pending.logits.device))

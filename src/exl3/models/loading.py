@@ -4,45 +4,60 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from exl3.cache import PAGE
-from exl3.errors import ArgumentError, UnsupportedError
+from exl3 import settings
+from exl3.errors import ArgumentError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint
 from exl3.models import memory
 from exl3.models.model import Model
+from exl3.models.placement import Share, context, parse_devices, place, shares
 from exl3.models.registry import build
-from exl3.models.tensors import PIECE, Found, find_tensors
+from exl3.models.tensors import Found, find_tensors
+from exl3.settings import debug_log
 
 
-def load(path: str | os.PathLike[str], device: torch.device | str | None = None, max_tokens: int | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str], device: Any = None, max_tokens: int | None = None, *, split: Sequence[int] | None = None
+) -> Model:
     """Load the model in directory `path`, EXL3 or unquantized.
 
-    device      "cpu", "cuda", "cuda:1"; default: "cuda" where there is a card and kernels for it, else "cpu"
+    device      "cpu", "cuda", "cuda:1"; default: "cuda" where there is a card and kernels for it, else "cpu". Several, "cuda:0,cuda:1" or
+                "cuda:0,cpu" or a list: consecutive layers on each, shared out by free memory, cards filled before the CPU. "auto": as
+                many cards as it takes
     max_tokens  longest context to make room for, in tokens; default: the model's own, or what fits if that is less
+    split       number of layers on each of several devices
 
     Missing tensors raise MissingTensorError naming all of them; tensors the model does not use are named in one warning; what
-    does not fit into memory raises ResourceError before anything is allocated. Without tokenizer files the model works
-    with token ids only and a warning says so.
+    does not fit into memory raises ResourceError before anything is allocated, and memory that runs out all the same gives everything
+    back. Without tokenizer files the model works with token ids only and a warning says so.
     """
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ArgumentError(f"max_tokens is {max_tokens!r}; a whole number of at least 1 is needed")
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"path is {path!r}; the path of a model directory is needed")
-    device = _device(device)
+    device = default_device() if device is None else device
+    devices = parse_devices(device)
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
     found = locate(model, checkpoint)
-    check_device(str(device))
     warn_unused(model, checkpoint, found)
-    weights = resident_bytes(model, found, device)
-    need = memory.Need(weights, 0, max(memory.workspace_bytes(model), min(weights, PIECE)))
-    memory.check(need, device, str(path))
-    model.max_tokens = context(model, need, device, max_tokens)
-    model.place(device)
-    found.load(device, None if device.type == "cpu" else model.dtype)
+    for each in devices:
+        check_device(str(each))
+    if any(each.type == "cuda" for each in devices):
+        _expandable_segments()
+    place(model, checkpoint, device, max_tokens, split)
+    placed = shares(model, checkpoint, found)
+    for share in placed:
+        memory.check(share.need(), share.device, str(path))
+    model.max_tokens = context(model, placed, max_tokens)
+    model.place(model.device, split=model.split)  # the rotary tables depend on it
+    _read(model, placed)
     model.eval()
     model.path = str(path)
     if not (checkpoint.path / "tokenizer.json").exists():
@@ -50,17 +65,36 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None,
     return model
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """The device meant, cards with their number. Raises ArgumentError for a name torch doesn't know."""
-    if device is None:
-        device = default_device()
+@functools.cache
+def _expandable_segments() -> None:
+    """Once a process: torch's allocator grows its blocks in place, so that a model and its cache leave fewer gaps."""
+    own = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ)
+    if own or sys.platform == "win32" or not settings.get("EXL3_EXPANDABLE_SEGMENTS", "rocm" if torch.version.hip else "cuda"):
+        return
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device is {device!r}; use cpu, cuda or cuda:N ({str(error).splitlines()[0][:80]})") from None
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    return found
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    except (AttributeError, RuntimeError) as error:  # another torch
+        debug_log("loader").debug("no expandable segments: %s", error)
+
+
+def _read(model: Model, placed: Sequence[Share]) -> None:
+    """Read all tensors. Where memory runs out, ResourceError with the largest consumers, and nothing stays behind."""
+    try:
+        for share in placed:
+            share.found.load(share.device, None if share.device.type == "cpu" else model.dtype_on(share.device))
+        return
+    except (ResourceError, torch.OutOfMemoryError) as error:
+        text = str(error).splitlines()[0]
+    model.unload()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    sizes = [(files.nbytes, key) for share in placed for key, (_, files) in share.found.linears.items()]
+    largest = ", ".join(f"{key} {size / 2**20:.0f} MiB" for size, key in sorted(sizes, reverse=True)[:3])
+    needs = ", ".join(f"{share.weights_bytes / 2**20:.0f} MiB on {share.device}" for share in placed)
+    raise ResourceError(
+        f"memory ran out while the weights were read, all of it is given back: {text}. They need {needs}; the largest are {largest}. "
+        "Use a lower bitrate, more devices, or end what else uses this one"
+    )
 
 
 def default_device() -> torch.device:
@@ -121,26 +155,3 @@ def warn_unused(model: Model, checkpoint: Checkpoint, found: Found) -> list[str]
         named = ", ".join(unused[:20]) + (f" and {len(unused) - 20} more" if len(unused) > 20 else "")
         warnings.warn(f"{checkpoint.path}: {len(unused)} tensors are not used by {type(model).__name__}: {named}", stacklevel=3)
     return unused
-
-
-def resident_bytes(model: Model, found: Found, device: torch.device) -> int:
-    """Bytes the weights take on `device`: as stored; dense matrices on a card in the model's dtype."""
-    if device.type == "cpu":
-        return found.nbytes
-    total = found.nbytes
-    for _, files in found.linears.values():
-        if files.kind == "dense" and not files.tied:
-            total += 2 * files.in_features * files.out_features - files.nbytes
-    return total
-
-
-def context(model: Model, need: memory.Need, device: torch.device, max_tokens: int | None) -> int:
-    """Tokens of context to allow: what was asked, if its fp16 cache fits, or the model's own limit cut down to what fits."""
-    per_token = memory.cache_bytes_per_token(model)
-    if max_tokens is not None:
-        with_cache = memory.Need(need.weights_bytes, per_token * max_tokens, need.workspace_bytes)
-        memory.check(with_cache, device, f"{max_tokens} tokens of context")
-        return max_tokens
-    room = memory.available_bytes(device) - memory.reserve_bytes(device) - need.total_bytes
-    fits = max(PAGE, room // max(per_token, 1) // PAGE * PAGE)
-    return int(min(model.config.max_position_embeddings, fits))

@@ -14,6 +14,7 @@ from exl3.errors import ArgumentError
 from exl3.files import Checkpoint
 from exl3.files.tokenizer import Tokenizer
 from exl3.models.config import Config
+from exl3.models.stages import Stage, walk
 from exl3.models.tensors import find_tensors
 from exl3.nn import MLP, Attention, Embedding, Linear, RMSNorm, Rotary, project, rope_parameters
 
@@ -65,7 +66,7 @@ class Decoder(nn.Module):
 class Model(nn.Module):
     """A decoder-only language model.
 
-    device      where it lives; "meta" until loaded
+    device      where it lives, and of a model on several devices the first; "meta" until loaded
     dtype       of values between operations (the residual stream is always fp32)
     max_tokens  longest context this load allows
     path        the directory it was loaded from
@@ -93,6 +94,7 @@ class Model(nn.Module):
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         self.layout = self.layouts[0]
         self.device = torch.device("meta")
+        self.split: list[tuple[torch.device, int]] = []  # (device, blocks on it) in order; empty: one device
         self.dtype = torch.float32
         self.max_tokens = c.max_position_embeddings
         self._tokenizer: Any = None
@@ -122,6 +124,15 @@ class Model(nn.Module):
     def blocks(self) -> list[Any]:
         return list(self.model.layers)
 
+    @property
+    def stages(self) -> list[Stage]:
+        """The blocks by device, in order of execution."""
+        blocks, found, at = self.blocks, [], 0
+        for device, count in self.split or [(self.run_device, len(blocks))]:
+            found.append(Stage(device, blocks[at : at + count], at == 0, at + count == len(blocks)))
+            at += count
+        return found
+
     def prepare(self, batch: Batch) -> None:
         """Fill the rotary tables of this step; `embed` does it, walks that start in the middle may."""
         for rotary in self.rotaries.values():
@@ -137,22 +148,20 @@ class Model(nn.Module):
         """Logits `(len(logits_at) or tokens, vocab_size)` fp32 of the residual stream after the last block."""
         if batch.logits_at is not None:
             x = ops.take_rows(x, batch.logits_at)
-        (logits,) = project(x, (self.lm_head,), norm=self.model.norm, dtype=torch.float32, norm_dtype=self.dtype)
+        (logits,) = project(x, (self.lm_head,), norm=self.model.norm, dtype=torch.float32, norm_dtype=self.dtype, out=batch.logits)
         if self.logit_scale != 1.0 or self.logit_softcap:
             ops.softcap_(logits, self.logit_scale, self.logit_softcap)
         return logits
 
     def forward(self, batch: Batch) -> Tensor:
         """One step: logits of `batch`, `(L, vocab_size)` fp32."""
-        x = self.embed(batch)
-        for block in self.blocks:
-            x = block(x, batch)
-        return self.head(x, batch)
+        logits: Tensor = walk(self, batch)
+        return logits
 
     def forward_whole(self, ids: Tensor) -> Tensor:
         """Whole sequences without a cache: ids `(rows, tokens)` -> logits `(rows, tokens, vocab_size)` fp32."""
         rows, tokens = ids.shape
-        return self.forward(Batch.whole(ids.to(self.device))).view(rows, tokens, -1)
+        return self.forward(Batch.whole(ids.to(self.device))).to(self.device).view(rows, tokens, -1)
 
     # the public face
 
@@ -244,7 +253,7 @@ class Model(nn.Module):
     def unload(self) -> None:
         """Drop all tensors; `load_modules` may fill the model again."""
         unload(self)
-        self.device = torch.device("meta")
+        self.device, self.split = torch.device("meta"), []
 
     @property
     def run_device(self) -> torch.device:
@@ -282,19 +291,39 @@ class Model(nn.Module):
         for block in self.blocks:
             block.key = f"{self.decoder_key}layers.{block.layer}"
 
-    def place(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-        """Set the device and the dtype between operations, and tell the rotary tables `max_tokens`; moves nothing."""
-        self.device = torch.device(device)
-        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else self.gpu_dtype)
-        for block in self.blocks:
-            block.set_dtype(self.dtype)
+    def place(
+        self, device: torch.device | str, dtype: torch.dtype | None = None, split: Sequence[tuple[torch.device, int]] | None = None
+    ) -> None:
+        """Set the device, or the devices with the number of blocks on each (every number at least 1, all blocks in all), and the dtype
+        between operations; tell the rotary tables `max_tokens`. Moves nothing."""
+        self.split = list(split or ())
+        self.device = self.split[0][0] if self.split else torch.device(device)
+        for stage in self.stages:
+            self.dtype = dtype or self.dtype_on(stage.device)  # the last stage's is the head's
+            for block in stage.blocks:
+                block.set_dtype(self.dtype)
         for rotary in self.rotaries.values():
             rotary.max_tokens = self.max_tokens
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """dtype of values between operations on `device`."""
+        return torch.float32 if device.type == "cpu" else self.gpu_dtype
+
+    @property
+    def cache_devices(self) -> list[torch.device] | None:
+        """Device of every entry of `cache_shapes` where the model lies on several; else None."""
+        if not self.split:
+            return None
+        return [stage.device for stage in self.stages for _ in self.cache_shapes_of(stage.blocks)]
 
     @property
     def cache_shapes(self) -> list[tuple[int, int]]:
         """(kv_heads, head_dim) of every layer that keeps keys and values, in the order of `Cache.layers`."""
-        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        return self.cache_shapes_of(self.blocks)
+
+    def cache_shapes_of(self, blocks: Sequence[Any]) -> list[tuple[int, int]]:
+        """The same for some blocks."""
+        attentions = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
         return [(a.kv_heads, a.head_dim) for a in sorted(attentions, key=lambda a: a.layer)]
 
 

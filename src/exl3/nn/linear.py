@@ -86,9 +86,15 @@ def exl3_weights(linears: Sequence[Linear]) -> tuple[ops.Weight, ...]:
 
 
 def project(
-    x: Tensor, linears: Sequence[Linear], *, norm: Any = None, dtype: torch.dtype, norm_dtype: torch.dtype | None = None
+    x: Tensor,
+    linears: Sequence[Linear],
+    *,
+    norm: Any = None,
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Every one of `linears` applied to norm(x), `(rows, in_features)` each, results of `dtype`.
+    """Every one of `linears` applied to norm(x), `(rows, in_features)` each, results of `dtype`; `out`: where that of a single one goes.
 
     One native call with one input rotation and the RMSNorm inside where all are EXL3; one by one, through their hooks,
     otherwise; then norm(x) is rounded to `norm_dtype` (default: `dtype`) in between.
@@ -96,11 +102,12 @@ def project(
     weights = exl3_weights(linears)
     if weights and (norm is None or norm.fusable):
         scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
-        results: tuple[Tensor, ...] = ops.linear(x, weights, norm=scale, eps=eps, dtype=dtype)
+        into = None if out is None else (out,)
+        results: tuple[Tensor, ...] = ops.linear(x, weights, norm=scale, eps=eps, out=into, dtype=dtype)
         return results
     if norm is not None:
         x = norm(x, dtype=norm_dtype or dtype)
-    return tuple(linear(x, dtype=dtype) for linear in linears)
+    return tuple(linear(x, out=out, dtype=dtype) for linear in linears)
 
 
 def project_out(x: Tensor, linear: Linear, residual: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
 """Numbers on a device: one function per native operation, the only door to native code.
 
 In reading order: `reference` (the operations in plain torch: what each must compute), `blocks` and `native` (argument blocks, the
-libraries), `checks`, `weight`, then the operations: `products`, `pointwise`, `attention`, `embedding`, `sampling`; `tape` (recorded
-steps) and `selftest`. Every function checks its arguments, raises ArgumentError, runs reference.py where no native library serves the
-device or a gradient is wanted, and records itself when a `Tape` is open.
+libraries), `checks`, `weight`, then the operations: `products`, `pointwise`, `attention`, `embedding`, `sampling`, `transfer`; `tape`
+(recorded steps), `memory` and `selftest`. Every function checks its arguments, raises ArgumentError, runs reference.py where no native
+library serves the device or a gradient is wanted, and records itself when a `Tape` is open.
 """
 
 from exl3.ops.attention import attention, cache_append, cache_read, sdpa
@@ -14,10 +14,11 @@ from exl3.ops.products import dense, encode, linear, rotate
 from exl3.ops.sampling import SampleParams, pack_sample_params, sample
 from exl3.ops.selftest import describe, self_test
 from exl3.ops.tape import Tape
+from exl3.ops.transfer import copy_, move, put
 from exl3.ops.weight import Weight
 
 __all__ = [
-    "RingTable", "SampleParams", "Tape", "Weight", "act_mul", "add_", "attention", "backend", "cache_append", "cache_read", "dense",
-    "describe", "embedding", "encode", "linear", "pack_sample_params", "rms_norm", "rotary_", "rotary_table", "rotate", "sample", "sdpa",
-    "self_test", "softcap_", "take_rows",
+    "RingTable", "SampleParams", "Tape", "Weight", "act_mul", "add_", "attention", "backend", "cache_append", "cache_read", "copy_",
+    "dense", "describe", "embedding", "encode", "linear", "move", "pack_sample_params", "put", "rms_norm", "rotary_", "rotary_table",
+    "rotate", "sample", "sdpa", "self_test", "softcap_", "take_rows",
 ]  # fmt: skip

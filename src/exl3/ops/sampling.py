@@ -68,8 +68,11 @@ def unpack_sample_params(params: Tensor) -> list[SampleParams]:
     return rows
 
 
-def sample(logits: Tensor, params: Tensor, history: Tensor | None = None, history_len: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row of logits fp32 `(rows, vocab)` -> (ids int32 `(rows,)`, probs fp32 `(rows,)`).
+def sample(
+    logits: Tensor, params: Tensor, history: Tensor | None = None, history_len: Tensor | None = None, *, probs: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """One token per row of logits fp32 `(rows, vocab)` -> (ids int32 `(rows,)`, probs fp32 `(rows,)`; None with `probs=False`, which saves
+    a greedy draw its second pass).
 
     params: `pack_sample_params` of the rows. history: int32 `(rows, n)` tokens the penalties look at, of which the first history_len
     int32 `(rows,)` count (default all). The contract (order of steps, draw, bad rows) is `ops.reference.sample`'s docstring.
@@ -89,13 +92,14 @@ def sample(logits: Tensor, params: Tensor, history: Tensor | None = None, histor
         if history.shape[0] != rows:
             raise ArgumentError(f"sample: history has {history.shape[0]} rows, logits have {rows}")
     ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    chances = torch.empty(rows, dtype=torch.float32, device=logits.device) if probs else None
     head = (
         logits.data_ptr(), stride, params.data_ptr(), 0 if history is None else history.data_ptr(), history_stride,
-        0 if history is None or history_len is None else history_len.data_ptr(), ids.data_ptr(), probs.data_ptr(),
+        0 if history is None or history_len is None else history_len.data_ptr(), ids.data_ptr(),
+        0 if chances is None else chances.data_ptr(),
     )  # fmt: skip
     nbytes = native.backend(logits.device).workspace("sample", blocks.SAMPLE.pack(*head, 0, 0, rows, vocab))
     space = native.workspace("sample", logits.device, nbytes)
     block = blocks.SAMPLE.pack(*head, 0 if space is None else space.data_ptr(), 0 if space is None else space.numel(), rows, vocab)
-    native.launch(op, logits.device, block, logits, params, history, history_len, ids, probs, space)
-    return ids, probs
+    native.launch(op, logits.device, block, logits, params, history, history_len, ids, chances, space)
+    return ids, chances
