@@ -25,7 +25,7 @@
   X(softcap, exl3_softcap_args, 256, softcap)                 \
   X(embedding, exl3_embedding_args, 256, embedding)           \
   X(embedding_ring, exl3_embedding_args, 256, embedding_ring) \
-  X(sample, exl3_sample_args, 512, sample)                    \
+  X(sample, exl3_sample_args, 1024, sample)                   \
   X(reconstruct, ReconstructArgs, 256, reconstruct)           \
   X(reconstruct_original, ReconstructArgs, 256, reconstruct_original) \
   X(dense, exl3_dense_args, 256, dense)

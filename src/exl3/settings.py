@@ -324,8 +324,8 @@ _ROWS: dict[str, list[Setting]] = {
     "Loading": [
         _works("EXL3_HOST_MEM_RESERVE_MB",
                "int", 2048, "MiB of memory that must stay free when a model is loaded or converted; 0: no check", read="load", low=0),
-        _works("EXL3_EXPANDABLE_SEGMENTS", "flag", _by(True, False, False),
-               "expandable segments in PyTorch's allocator, from the first load on a GPU on; not on Windows, and not where "
+        _works("EXL3_EXPANDABLE_SEGMENTS", "flag", True,
+               "expandable segments in PyTorch's allocator, from the first load on a GPU on; not on Windows, not on ROCm, and not where "
                "`PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` is set", read="load"),
         _works("EXL3_LOAD_ARENA", "flag", True,
                "tensors that are read together share slabs of up to 512 MiB; off: each has memory of its own", read="load"),

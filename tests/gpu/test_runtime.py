@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -112,11 +113,16 @@ def test_rule_3_no_allocation_no_wait_counters_at_zero(model):
     runner = StepRunner(model, Cache(model, 16 * 256 * 3, model.device), 16)
     runner.run(rows_at(9))
     torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+    alone = "PYTEST_XDIST_WORKER" not in os.environ  # free memory is the whole card's
+
+    def taken():
+        return torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0] if alone else 0
+
+    before = taken()
     start, end = torch.cuda.Event(), torch.cuda.Event()
     for step in range(30):
         runner.run(rows_at(10 + step))
-    assert (torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]) == before
+    assert taken() == before
     torch.cuda._sleep(200_000_000)  # about 0.1 s: a step that waited for the device would return after it
     start.record()
     runner._launch(rows_at(50))
@@ -253,7 +259,8 @@ def test_load_generate_unload_twenty_times(directory):
         seen.append(used())
     allocated, free = zip(*seen[1:])
     assert max(allocated) - min(allocated) < 1 << 20, allocated
-    assert free[0] - free[-1] < 8 << 20, free
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # free memory is the whole card's
+        assert free[0] - free[-1] < 8 << 20, free
 
 
 def test_out_of_memory_while_loading_gives_everything_back(directory, monkeypatch):

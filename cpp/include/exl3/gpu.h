@@ -234,6 +234,18 @@ GPU_FN void shared_add(unsigned* p, unsigned v) {
   *p += v;
 #endif
 }
+// The same, and what was there before.
+GPU_FN unsigned shared_fetch_add(unsigned* p, unsigned v) {
+#if GPU_CUDA
+  return atomicAdd(p, v);
+#elif GPU_HIP
+  return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+#else
+  const unsigned old = *p;
+  *p += v;
+  return old;
+#endif
+}
 GPU_FN void shared_add(unsigned long long* p, unsigned long long v) {
 #if GPU_CUDA
   atomicAdd(p, v);

@@ -205,8 +205,8 @@ class Segment:
             batch.tables.clear()
             out = self._out[:size]
             batch.logits = out if self.stage.last else None
-            # other threads (filters, the server) may call CUDA meanwhile
-            with torch.cuda.graph(graph, pool=_pools[index], capture_error_mode="thread_local"):
+            # on a stream of this device (torch's own is the first device's); other threads (filters, the server) may call CUDA meanwhile
+            with torch.cuda.graph(graph, pool=_pools[index], stream=side, capture_error_mode="thread_local"):
                 made = self._forward(batch)
                 if made.data_ptr() != out.data_ptr():
                     out.copy_(made)

@@ -69,7 +69,7 @@ def load(
 def _expandable_segments() -> None:
     """Once a process: torch's allocator grows its blocks in place, so that a model and its cache leave fewer gaps."""
     own = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ)
-    if own or sys.platform == "win32" or not settings.get("EXL3_EXPANDABLE_SEGMENTS", "rocm" if torch.version.hip else "cuda"):
+    if own or sys.platform == "win32" or torch.version.hip or not settings.get("EXL3_EXPANDABLE_SEGMENTS", "cuda"):
         return
     try:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")

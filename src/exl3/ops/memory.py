@@ -54,5 +54,6 @@ def _container_bytes(root: str = "/sys/fs/cgroup") -> int:
 
 def reserve_bytes(device: torch.device | str) -> int:
     """Bytes to leave free: EXL3_HOST_MEM_RESERVE_MB on the CPU, EXL3_AUTOSPLIT_MARGIN_MB on a card."""
-    name = "EXL3_AUTOSPLIT_MARGIN_MB" if torch.device(device).type == "cuda" else "EXL3_HOST_MEM_RESERVE_MB"
-    return int(str(settings.get(name))) << 20
+    if torch.device(device).type == "cuda":
+        return int(str(settings.get("EXL3_AUTOSPLIT_MARGIN_MB", "cuda"))) << 20
+    return int(str(settings.get("EXL3_HOST_MEM_RESERVE_MB"))) << 20
