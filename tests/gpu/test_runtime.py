@@ -231,15 +231,11 @@ def test_two_segments_on_one_card(directory, model):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("through_host", ["", "1"])
 def test_two_cards(directory, model, monkeypatch, through_host):
-    from exl3.ops import transfer
-
-    transfer._direct.cache_clear()
     monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", through_host)
     several = load(directory, "cuda:0,cuda:1")
     assert [len(stage.blocks) for stage in several.stages] == [2, 2]
     check_split(model, several, ["cuda:0", "cuda:1"])
     assert [str(layer.k.device) for layer in Cache(several, 256, several.device).layers] == ["cuda:0"] * 2 + ["cuda:1"] * 2
-    transfer._direct.cache_clear()
 
 
 def used():

@@ -16,7 +16,8 @@ from tiny_llama import VOCAB, write_model
 from exl3 import ops
 from exl3.errors import ArgumentError, BackendError, ResourceError
 from exl3.models import Model
-from exl3.quantize import ldlq, transfer
+from exl3.ops import transfer
+from exl3.quantize import ldlq
 from exl3.quantize.background import Reader, Writer
 from exl3.quantize.convert import _encoder, convert
 from exl3.quantize.devices import choose_devices, read_ratios
