@@ -56,7 +56,7 @@ class Batch:
             return self
         if device not in self.elsewhere:
             names = ("ids", "positions", "token_row", "row_start", "lengths", "block_table", "logits_at")
-            moved = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
+            moved: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
             self.elsewhere[device] = replace(self, **moved, tables={}, elsewhere={})
         return self.elsewhere[device]
 

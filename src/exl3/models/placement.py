@@ -95,11 +95,12 @@ def _share_out(model: Any, checkpoint: Checkpoint, devices: list[torch.device], 
         tokens = max(PAGE, (sum(rooms) - sum(fixed)) // max(1, sum(per_token)))
     costs = [f + tokens * t for f, t in zip(fixed, per_token)]
     counts = [0] * len(devices)
-    if spread and sum(rooms):
-        total, ends = sum(costs), [end / sum(rooms) for end in accumulate(rooms)]
+    if spread and sum(rooms) > 0:
+        total = sum(costs)
+        ends = [end / sum(rooms) for end in accumulate(rooms)]
         for cost, end in zip(costs, accumulate(costs)):
             middle = (end - cost / 2) / total
-            counts[next(i for i, e in enumerate(ends) if middle <= e or i == len(ends) - 1)] += 1
+            counts[min(len([e for e in ends if e < middle]), len(ends) - 1)] += 1
         return counts
     d, used = 0, 0
     for cost in costs:
