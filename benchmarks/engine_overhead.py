@@ -64,10 +64,10 @@ def measure(jobs: int, steps: int, vocab: int) -> dict[str, float]:
         generator.iterate()
     sampler = 0.0
 
-    def timed(*args):
+    def timed(*args, **options):
         nonlocal sampler
         start = time.thread_time()
-        out = sample(*args)
+        out = sample(*args, **options)
         sampler += time.thread_time() - start
         return out
 

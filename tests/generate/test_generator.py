@@ -331,10 +331,10 @@ def test_failing_sampler_call_is_tried_one_by_one(monkeypatch):
 
     sample = ops.sample
 
-    def failing(logits, params, history=None, history_len=None):
+    def failing(logits, params, history=None, history_len=None, **options):
         if bool((logits[:, 0] == 77).any()):
             raise RuntimeError("no room")
-        return sample(logits, params, history, history_len)
+        return sample(logits, params, history, history_len, **options)
 
     class Marked(HistoryModel):
         def logits_of(self, history):
