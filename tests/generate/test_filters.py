@@ -207,3 +207,21 @@ def test_bad_grammars_are_named(bad):
     pytest.importorskip("llguidance")
     with pytest.raises(ArgumentError, match=next(iter(bad), "exactly one")):
         LLGuidanceFilter(ascii_tokenizer(), **bad)
+
+
+def test_a_hopeless_grammar_is_given_up_soon():
+    pytest.importorskip("llguidance")
+    import time
+
+    tokenizer = ascii_tokenizer()
+    job = Job([5, 6], 5, filters=[LLGuidanceFilter(tokenizer, regex="(a{1000}){1000}")])
+    generator = Generator(HistoryModel(), StubCache(2048), tokenizer)
+    start = time.process_time()
+    try:
+        generator.enqueue(job)
+        results = run(generator)[job]
+        assert isinstance(results[-1]["error"], ArgumentError)
+    except ArgumentError:
+        pass
+    assert time.process_time() - start < 5
+    assert tokens_of(run(generator, Job([5, 6], 3, sampler=ArgmaxSampler())).popitem()[1])

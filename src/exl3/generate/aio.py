@@ -29,6 +29,7 @@ class AsyncGenerator:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exl3-engine")
+        self._probes = ThreadPoolExecutor(4, thread_name_prefix="exl3-health")  # not asyncio's threads: work of others may fill those
         self._closing = False
         self.iteration_task = asyncio.create_task(self._run())
 
@@ -57,13 +58,14 @@ class AsyncGenerator:
             job.queue.put_nowait(_END)
         self.jobs.clear()
         self._thread.shutdown(wait=True)
+        self._probes.shutdown(wait=False)
 
     async def check_health(self, timeout: float = 30.0) -> bool:
         """Whether the engine decodes a token within `timeout` seconds, busy or idle; see `Generator.check_health`."""
         if self.error is not None or self._closing:
             return False
         self._wake.set()
-        probe = asyncio.create_task(asyncio.to_thread(self.generator.check_health, timeout, False))
+        probe = self._loop.run_in_executor(self._probes, self.generator.check_health, timeout, False)
         while not probe.done():
             self._wake.set()
             await asyncio.wait({probe}, timeout=0.02)

@@ -14,6 +14,9 @@ import torch
 
 from exl3.errors import ArgumentError, UnsupportedError
 
+# work llguidance may spend on building a lexer, and a quarter of it on a mask: some 0.1 s, enough for schemas with hundreds of fields
+_FUEL = 200_000
+
 
 class Filter:
     """Base of filters. A subclass implements `reset`, `accept_token`, `get_next_logit_mask` and `is_completed`, and `rollback_tokens` where
@@ -152,7 +155,9 @@ class LLGuidanceFilter(Filter):
     def reset(self) -> None:
         import llguidance
 
-        self.matcher = llguidance.LLMatcher(self._table, self.grammar, log_level=0)
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL // 4, verbose_errors=False)
+        self.matcher = llguidance.LLMatcher(self._table, self.grammar, log_level=0, limits=limits)
+        self._check()
         self._words = np.zeros((1, (self._table.vocab_size + 31) // 32), np.int32)
         if self.prefix_str and self.consume_prefix:
             for token in self._table.tokenize_str(self.prefix_str):
@@ -162,8 +167,7 @@ class LLGuidanceFilter(Filter):
         if self.matcher.is_stopped():
             return
         self.matcher.consume_token(token)
-        if self.matcher.is_error():
-            raise ArgumentError(f"grammar: {self.matcher.get_error()}")
+        self._check()
 
     def get_next_logit_mask(self) -> torch.Tensor | None:
         """Words (n,) int32, one bit per id; overwritten by the next call."""
@@ -172,9 +176,12 @@ class LLGuidanceFilter(Filter):
         import llguidance.numpy
 
         llguidance.numpy.fill_next_token_bitmask(self.matcher, self._words, 0)
-        if self.matcher.is_error():
-            raise ArgumentError(f"grammar: {self.matcher.get_error()}")
+        self._check()
         return torch.from_numpy(self._words[0])
+
+    def _check(self) -> None:
+        if self.matcher.is_error():
+            raise ArgumentError(f"grammar: {self.matcher.get_error().strip()}")
 
     def _only_eos(self) -> torch.Tensor:
         words = np.zeros(self._words.shape[1], np.uint32)
