@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -39,24 +40,20 @@ class Worker:
         if self._pool is not None:
             return self._pool.submit(self._run, work)
         done: Future[T] = Future()
-        done.set_result(work())
+        done.set_result(self._run(work))
         return done
 
     def _run(self, work: Callable[[], T]) -> T:
-        with torch.no_grad():
-            if self.device.type != "cuda":
+        try:
+            with torch.no_grad(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 return work()
-            with torch.cuda.device(self.device):
-                try:
-                    return work()
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as e:
-                    if "CUDA error" not in str(e) and "CUBLAS" not in str(e):
-                        raise
-                    raise BackendError(
-                        f"{self.device} failed ({str(e).splitlines()[0]}); the job can be resumed, without it if need be"
-                    ) from e
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            if not any(sign in str(e) for sign in ("CUDA error", "CUBLAS", "cusolver")):
+                raise
+            why = str(e).splitlines()[0]
+            raise BackendError(f"{self.device} failed ({why}); the job can be resumed, without it if need be") from e
 
     def stop(self) -> None:
         if self._pool is not None:

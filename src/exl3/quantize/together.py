@@ -47,8 +47,7 @@ def quantize_together(
 ) -> list[tuple[Worker, Quantized]]:
     """Every matrix of `wanted` with the worker on whose device its result lies; `lead`: only the lead holds the weights."""
     if len(team.workers) == 1:
-        groups = [build(team.lead, w, w.keys, w.hessian) for w in wanted]
-        return [(team.lead, q) for q in quantize_within_memory(groups, encode, settings, progress)]
+        return _apart(team, wanted, [0] * sum(len(w.keys) for w in wanted), build, encode, settings, progress)
     speeds = [w.speed.search for w in team.workers]
     sizes = [padded(k) * padded(n) for w in wanted for k, n in w.shapes]
     owners = [0] * len(sizes) if lead else deal(sizes, speeds)
