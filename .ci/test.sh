@@ -11,6 +11,7 @@ step "system packages"
 need=()
 command -v c++ >/dev/null || command -v g++ >/dev/null || need+=(g++)
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || need+=(python3-venv)
+command -v chromium >/dev/null || command -v google-chrome >/dev/null || need+=(chromium)  # the chat page's test
 command -v clang-22 >/dev/null || need+=(clang-22 lld-22 llvm-22 clang-tools-22)
 if ((${#need[@]})); then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -147,6 +147,8 @@ def test_chat_page_in_a_browser(model):
         except playwright.Error as error:
             pytest.skip(f"no browser: {error}")
         page = browser.new_page()
+        page.set_default_timeout(60_000)
+        playwright.expect.set_options(timeout=60_000)
         foreign = []
         page.on("request", lambda r: foreign.append(r.url) if f":{port}/" not in r.url else None)
         errors = []

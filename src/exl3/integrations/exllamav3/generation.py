@@ -124,7 +124,7 @@ class Generator(generator.Generator):
         programs don't look at the last one's text."""
         results = []
         for result in super().iterate():
-            if result["eos"] and "token_ids" in result and result["token_ids"].shape[1] > 1:
+            if result["eos"] and "token_ids" in result and "logits" not in result and result["token_ids"].shape[1] > 1:
                 common = ("job", "stage", "serial", "identifier")
                 results.append({k: v for k, v in result.items() if k in _TOKEN_KEYS or k in common} | {"eos": False})
                 result = {k: v for k, v in result.items() if k not in _TOKEN_KEYS}
