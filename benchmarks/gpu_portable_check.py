@@ -47,10 +47,10 @@ def build(folder: Path, nvcc: str, arch: str, jobs: int) -> None:
         return out
 
     with ThreadPoolExecutor(jobs) as pool:
-        shared = [pool.submit(compile_part, part, 11) for part in (0, 1, 2)]  # nothing in them depends on the layout
-        own = {layout: pool.submit(compile_part, 3, layout) for layout in LAYOUTS}
+        shared = [pool.submit(compile_part, part, 11) for part in (1, 2, 3)]  # nothing in them depends on the layout
+        own = {layout: [pool.submit(compile_part, part, layout) for part in (4, 0)] for layout in LAYOUTS}
         for layout in LAYOUTS:
-            parts = [str(f.result()) for f in [*shared, own[layout]]]
+            parts = [str(f.result()) for f in [*shared, *own[layout]]]
             out = str(folder / f"hip{layout}.so")
             subprocess.run([nvcc, f"-arch=sm_{arch}", "-shared", "-cudart", "static", *parts, "-o", out], check=True)
 

@@ -1,28 +1,13 @@
 // A stand-in for libamdhip64.so on an NVIDIA card: the same AMD kernel source, compiled by nvcc, behind the same functions. What the CPU
 // fibers can't show is seen here: real concurrency, the order of memory between blocks, whole models. benchmarks/gpu_portable_check.py
 // builds and runs it.  -DGPU_WMMA=11 or 12 chooses the layout of the (emulated) matrix product, 0 leaves it out.
-//   -DPART=0 to 3   a quarter of the kernels, so that they compile side by side and those without a matrix product once; 0 has the runtime
+//   -DPART=0       the runtime's functions; 1 to 4: the kernels in parts that compile side by side, of which 4 depends on the layout
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "gpu/entries.h"
 #include "entries.h"
-
-#if PART == 0
-#define PART_KERNELS(X) EXL3_PORTABLE_SMALL(X) EXL3_RDNA_REST(X) X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
-#elif PART == 1
-#define PART_KERNELS(X) EXL3_EACH_MUL1(EXL3_GEMV, X)
-#elif PART == 2
-#define PART_KERNELS(X) EXL3_EACH_PAIR(EXL3_GEMV, X)
-#else
-#define PART_KERNELS(X) EXL3_RDNA_GEMM(X) EXL3_RDNA_PREFILL(X)
-#endif
-
-#define X(name, args, threads, body) \
-  GPU_KERNEL(threads) k_##name(const __grid_constant__ args a) { body(a); }
-PART_KERNELS(X)
-#undef X
 
 struct Kernel {
   const char* name;
@@ -35,6 +20,23 @@ struct Part {
   Part* next;
 };
 extern Part* parts;
+
+#if PART > 0
+#if PART == 1
+#define PART_KERNELS(X) EXL3_PORTABLE_SMALL(X) EXL3_RDNA_REST(X) X(rotate_halves, rdna::HalvesArgs, 256, rdna::rotate_halves)
+#elif PART == 2
+#define PART_KERNELS(X) EXL3_EACH_MUL1(EXL3_GEMV, X)
+#elif PART == 3
+#define PART_KERNELS(X) EXL3_EACH_PAIR(EXL3_GEMV, X)
+#else
+#define PART_KERNELS(X) EXL3_RDNA_GEMM(X) EXL3_RDNA_PREFILL(X)
+#endif
+
+#define X(name, args, threads, body) \
+  GPU_KERNEL(threads) k_##name(const __grid_constant__ args a) { body(a); }
+PART_KERNELS(X)
+#undef X
+
 static const Kernel kernels[] = {
 #define X(name, args, threads, body) {"k_" #name, threads, (const void*)k_##name},
     PART_KERNELS(X)
@@ -46,7 +48,7 @@ __attribute__((constructor)) static void add_part() {
   parts = &mine;
 }
 
-#if PART == 0
+#else
 Part* parts = nullptr;
 
 #define API extern "C" __attribute__((visibility("default")))
