@@ -234,3 +234,20 @@ def test_warmup_reports_progress(parts):
     seen = []
     assert model.warmup(cache=cache, max_chunk_size=256, max_batch_size=4, max_q_len=8, callback=lambda a, b: seen.append((a, b))) == []
     assert seen[0] == (0, seen[0][1]) and seen[-1][0] == seen[-1][1]
+
+
+def test_a_step_written_for_exllamav3s_own_state_is_refused_by_name(parts):
+    from exllamav3 import CustomSampler, Generator, Job, SS_Base, SS_Sample
+
+    class Foreign(SS_Base):
+        def run(self, state):
+            state.logits = state.in_logits.clone()
+
+    generator = Generator(*parts)
+    job = Job(torch.tensor([[5]]), 3, sampler=CustomSampler([Foreign(), SS_Sample()]))
+    generator.enqueue(job)
+    results = []
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    last = results[-1]
+    assert last["stage"] == "error" and "in_logits" in str(last["error"]) and "not supported" in str(last["error"])

@@ -41,6 +41,12 @@ class State:
     token: int = -1  # set by the last step
     tokenizer: Any = None  # for steps whose default lists come from it
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the state of a sampler has no {name!r}: a step changes `logits` (vocab,) fp32; steps written for another program's state "
+            "are not supported"
+        )
+
     def probs(self) -> Tensor:
         """Softmax of the logits as they stand, (vocab,) fp32."""
         return torch.softmax(self.logits, 0)
