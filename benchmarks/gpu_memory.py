@@ -29,33 +29,45 @@ def measure(path: str, device: str, tokens: int, bits: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     expected = plan(path, device, tokens, bits, bits)
     free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)
-    model = exl3.load(path, device=device, max_tokens=tokens)
-    torch.cuda.synchronize()
-    weights = torch.cuda.memory_allocated(device) - held
-    load_peak = torch.cuda.max_memory_allocated(device) - held
-    cache = Cache(model, tokens, device, bits, bits)
+    stages: dict[str, dict[str, int]] = {}
+
+    def note(stage: str) -> None:
+        torch.cuda.synchronize()
+        stages[stage] = {
+            "taken": free - torch.cuda.mem_get_info(device)[0],
+            "allocated": torch.cuda.memory_allocated(device) - held,
+            "peak": torch.cuda.max_memory_allocated(device) - held,
+        }
+        torch.cuda.reset_peak_memory_stats(device)
+
     torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
+    model = exl3.load(path, device=device, max_tokens=tokens)
+    note("load")
+    cache = Cache(model, tokens, device, bits, bits)
+    note("cache")
     with torch.inference_mode():
         chunk = np.arange(10, 10 + min(2048, tokens), dtype=np.int32) % model.vocab_size
         forward(model, packed_batch([(chunk, 0, list(range(-(-len(chunk) // 256))))], [len(chunk) - 1], cache, model.device))
-        torch.cuda.synchronize()
-        prefill = torch.cuda.max_memory_allocated(device) - start
+        note("prefill")
         runner = StepRunner(model, cache, tokens // 256)
         for n in BUCKETS:
             runner.run([([5], 3, [0], r) for r in range(n)])
-        torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated(device) - held
-    taken = free - torch.cuda.mem_get_info(device)[0]
-    spaces = {f"{k[0]}": v.numel() for k, v in ops.native._workspaces.buffers.items() if v.is_cuda}
+        note("steps")
+    taken = stages["steps"]["taken"]
     found = {
         "model": Path(path).name, "tokens": tokens, "cache_bits": bits, "plan_bytes": expected.total_bytes, "taken_bytes": taken,
-        "allocated_peak_bytes": peak, "plan_weights": expected.weights_bytes, "weights": weights, "load_peak": load_peak,
-        "plan_cache": expected.cache_bytes, "cache": cache.bytes, "plan_workspace": expected.workspace_bytes, "prefill": prefill,
-        "workspaces": spaces, "off_percent": 100 * (expected.total_bytes - taken) / taken,
+        "off_percent": 100 * (expected.total_bytes - taken) / taken, "plan_weights": expected.weights_bytes,
+        "plan_cache": expected.cache_bytes, "plan_workspace": expected.workspace_bytes, "stages": stages,
     }  # fmt: skip
     model.unload()
     return found
+
+
+def in_mib(x: Any) -> Any:
+    """Bytes as MiB, for people."""
+    if isinstance(x, dict):
+        return {k: in_mib(v) for k, v in x.items()}
+    return round(x / 2**20, 1) if isinstance(x, int) and x > 1 << 19 else x
 
 
 def main() -> None:
@@ -70,7 +82,7 @@ def main() -> None:
     rows = []
     for path in options.models:
         rows.append(measure(path, options.device, options.tokens, options.bits))
-        print({k: round(v / 2**20, 1) if isinstance(v, int) and v > 1 << 20 else v for k, v in rows[-1].items()}, flush=True)
+        print(in_mib(rows[-1]), flush=True)
         torch.cuda.empty_cache()
     if options.json:
         record = {"name": "gpu_memory", "device": torch.cuda.get_device_name(options.device), "torch": torch.__version__, "results": rows}

@@ -37,6 +37,23 @@ def workspace_bytes(model: Any, tokens: int = 2048) -> int:
     return int(4 * (tokens * width + 16 * c.vocab_size))
 
 
+GRAPHS = 40 << 20  # recorded steps of all sizes with their pool, and attention's partial results; measured
+
+
+def card_workspace_bytes(model: Any, dense: bool, tokens: int = 2048) -> int:
+    """The same on a card, within a few MB of what is measured: the peak of a prefill chunk is the stream, the rotary tables, the larger of
+    q, k, v with the attention's result and the MLP's inner values, and the rotated inputs of the products (that of a small one is let go
+    when a larger one needs more); steps come on top. `dense`: gate and up are held apart."""
+    c = model.config
+    half = 2 * tokens
+    attention = 2 * (c.num_attention_heads + c.kv_heads) * c.head_size
+    mlp = (3 if dense else 1) * c.intermediate_size
+    rotated = -(-c.hidden_size // 128) * 128 + -(-c.intermediate_size // 128) * 128
+    tables = sum(rotary.dim for rotary in model.rotaries.values())
+    chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp) + (0 if dense else rotated))
+    return int(max(chunk, 4 * 64 * c.vocab_size) + GRAPHS)
+
+
 def check(need: Need, device: torch.device | str, what: str) -> None:
     """Raise ResourceError unless `need` fits on `device` beside the reserve."""
     have, reserve = available_bytes(device), reserve_bytes(device)

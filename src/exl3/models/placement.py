@@ -141,9 +141,18 @@ def shares(model: Any, checkpoint: Checkpoint, all_found: Found) -> list[Share]:
         some = {key: part for key, part in parts.items() if key in mine}
         here = all_found if len(stages) == 1 else _find_again(model, some, checkpoint)
         weights = resident_bytes(here, stage.device)
-        workspace = max(memory.workspace_bytes(model), min(weights, PIECE))
+        workspace = _workspace_bytes(model, here, stage.device)
         found.append(Share(stage.device, len(stage.blocks), here, weights, tuple(model.cache_shapes_of(stage.blocks)), workspace))
     return found
+
+
+def _workspace_bytes(model: Any, found: Found, device: torch.device) -> int:
+    """Beside weights and cache: what a prefill chunk and recorded steps take, or what reading the weights takes meanwhile."""
+    weights = resident_bytes(found, device)
+    if device.type == "cpu":
+        return max(memory.workspace_bytes(model), min(weights, PIECE))
+    dense = any(files.kind == "dense" and linear is not model.lm_head for linear, files in found.linears.values())
+    return max(memory.card_workspace_bytes(model, dense), min(weights, PIECE) if dense else 0)
 
 
 def resident_bytes(found: Found, device: torch.device) -> int:
