@@ -59,7 +59,7 @@ def through_the_cache(model, tokens, bits, prompt):
     parts = [forward(model, packed_batch([(head, 0, pages)], range(prompt), cache, model.device)).float().cpu()]
     runner = StepRunner(model, cache, cache.pages)
     for at in range(prompt, len(tokens)):
-        parts.append(runner.run([([tokens[at]], at, pages, "a")]).float().cpu())
+        parts.append(runner.run([([tokens[at]], at, pages, "a")]).float().cpu().clone())
     assert runner.mode == "graph"
     return torch.cat(parts)
 
