@@ -88,8 +88,9 @@ def place(model: Any, checkpoint: Checkpoint, device: Any, tokens: int | None, s
 
 def _share_out(model: Any, checkpoint: Checkpoint, devices: list[torch.device], tokens: int, spread: bool) -> list[int]:
     """Blocks on each of `devices`; the embedding goes with the first block, norm and head with the last."""
-    workspace = max(memory.workspace_bytes(model), PIECE)
-    rooms = [max(0, memory.available_bytes(d) - memory.reserve_bytes(d) - workspace) for d in devices]
+    on_card, on_cpu = memory.card_workspace_bytes(model, not checkpoint.is_exl3), max(memory.workspace_bytes(model), PIECE)
+    free = [memory.available_bytes(d) - memory.reserve_bytes(d) for d in devices]
+    rooms = [max(0, n - (on_card if d.type == "cuda" else on_cpu)) for d, n in zip(devices, free)]
     fixed, per_token = _block_bytes(model, checkpoint, devices[0])
     if sum(fixed) + tokens * sum(per_token) > sum(rooms):  # a shorter context, then
         tokens = max(PAGE, (sum(rooms) - sum(fixed)) // max(1, sum(per_token)))
