@@ -5,7 +5,6 @@ from __future__ import annotations
 import numbers
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -89,7 +88,6 @@ class Engine:
 
 
 _SMALL = 8192
-_engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
 _engines_lock = threading.Lock()
 
 
@@ -97,13 +95,14 @@ def engine_of(model: Any, need: int = 0) -> Engine:
     """The engine behind `Model.generate`: made on first use with an fp16 cache of 8192 tokens, and made anew with a larger one, up to the
     model's context, when a call needs more."""
     with _engines_lock:
-        found = _engines.get(model)
+        held = model.__dict__  # the model keeps its engine, which keeps it: both go together
+        found = held.get("_engine")
         room = found.generator.max_total_tokens if found is not None and found.generator.closed is None else 0
         if found is None or room < min(need, model.max_tokens):
             tokens = max(_SMALL, 1 << (need - 1).bit_length()) if need else _SMALL
-            found = _engines[model] = Engine(model, min(tokens, model.max_tokens))
+            found = held["_engine"] = Engine(model, min(tokens, model.max_tokens))
         elif not room:
-            found = _engines[model] = Engine(model, found.generator.max_total_tokens)
+            found = held["_engine"] = Engine(model, found.generator.max_total_tokens)
         return found
 
 

@@ -252,6 +252,9 @@ class Model(nn.Module):
 
     def unload(self) -> None:
         """Drop all tensors; `load_modules` may fill the model again."""
+        engine = self.__dict__.pop("_engine", None)  # of `generate`, with its cache
+        if engine is not None:
+            engine.generator.close()
         unload(self)
         self.device, self.split = torch.device("meta"), []
 
