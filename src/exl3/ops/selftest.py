@@ -48,13 +48,13 @@ def self_test(device: torch.device | str = "cpu") -> None:
     suh, svh = (torch.randn(128, generator=generator).half() for _ in range(2))
     many = torch.randn(40, 128, generator=generator)  # another kernel than few rows
     x = many[:2]
-    matrix = codec.dequantize(trellis, suh, svh, "mul1")
     weight = Weight(trellis.to(device), suh.to(device), svh.to(device), None, 128, 128, "mul1")
-    decoded = weight.reconstruct().cpu()
+    decoded = weight.reconstruct().cpu()  # before the right values are in memory that may be given out again
     if not torch.equal(decoded, codec.decode(trellis, "mul1")):
         raise BackendError(
             f"self-test on {device}: a decoded tile differs from the format; do not use this device, reinstall exl3 or its driver"
         )
+    matrix = codec.dequantize(trellis, suh, svh, "mul1")
     xd = x.to(device)
     coarse = active_planes(device) == 1  # one int8 plane is a chosen trade: about 0.7 % of the result
     for rows in (x, many):
