@@ -531,18 +531,17 @@ def apply_mask(row: Tensor, mask: Tensor | np.ndarray | None) -> None:
     """Applies a filter's mask to a row (vocab,) in place: additive floats, booleans (allowed), or int32 words of 32 allowed-bits."""
     if mask is None:
         return
-    if isinstance(mask, np.ndarray):
-        mask = torch.from_numpy(mask)
-    mask = mask.reshape(-1)
-    if mask.dtype == torch.bool:
-        row[: len(mask)].masked_fill_(~mask[: len(row)].to(row.device), -math.inf)
-        row[len(mask) :] = -math.inf
-    elif mask.dtype == torch.int32:
-        bits = np.unpackbits(mask.cpu().numpy().view(np.uint8), bitorder="little").astype(bool)
+    given: Tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
+    given = given.reshape(-1)
+    if given.dtype == torch.bool:
+        row[: len(given)].masked_fill_(~given[: len(row)].to(row.device), -math.inf)
+        row[len(given) :] = -math.inf
+    elif given.dtype == torch.int32:
+        bits: np.ndarray = np.unpackbits(given.cpu().numpy().view(np.uint8), bitorder="little").astype(bool)
         apply_mask(row, torch.from_numpy(bits))
     else:
-        n = min(len(mask), len(row))
-        row[:n] += mask[:n].to(device=row.device, dtype=row.dtype)
+        n = min(len(given), len(row))
+        row[:n] += given[:n].to(device=row.device, dtype=row.dtype)
 
 
 def _make_plan(steps: list[SS_Base]) -> Plan:
