@@ -3,14 +3,11 @@
 // Workspace: 64 KiB of counters (zero before and after), scales, operand image, partial sums.
 #include "parts.h"
 #include "product.cuh"
-#include "wide.cuh"
+#include "wide.h"
 
 namespace exl3 {
 
-#define EXL3_RATES(X) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(10) X(12) X(14) X(16)
-#define X(k2)                               \
-  ProductEntries product_entries_##k2(); \
-  WideEntry wide_entry_##k2();
+#define X(k2) ProductEntries product_entries_##k2();
 EXL3_RATES(X)
 #undef X
 
@@ -25,16 +22,6 @@ static const ProductEntry* find_kernel(int k2, int mode, int blocks) {
   for (int i = 0; i < entries.count; i++)
     if (entries.first[i].mode == mode && entries.first[i].blocks == blocks) return entries.first + i;
   return nullptr;
-}
-
-static WideEntry find_wide(int k2) {
-  switch (k2) {
-#define X(k2) \
-  case k2: return wide_entry_##k2();
-    EXL3_RATES(X)
-#undef X
-  }
-  return {};
 }
 
 constexpr int64_t kCounterBytes = 65536;
@@ -152,46 +139,15 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   return plan;
 }
 
-// Whether these rows go to wgmma: enough of them, and enough blocks to fill the card.
+// Whether these rows go to the product of many rows: enough of them, and enough columns to fill the card.
 static bool goes_wide(const exl3_linear_args* a, int units, const Device& device) {
-  if (!device.wide || a->rows <= 64 || (a->activation && a->accumulate)) return false;
+  if (a->rows <= 64 || (a->activation && a->accumulate)) return false;
   const int64_t blocks = (int64_t)units * ((a->rows + 127) / 128);
-  return a->rows >= 256 || blocks * 2 >= device.sms;
+  return a->rows >= 256 || blocks * (device.wide ? 8 : 2) >= device.sms;
 }
 
-struct WidePlan {
-  WideParams p;
-  int units;
-  int64_t scales, image, total;
-};
-static WidePlan make_wide(const exl3_linear_args* a, const Plan& plan, const Device& device) {
-  WidePlan wide{};
-  WideParams& p = wide.p;
-  const ProductParams& from = plan.p;
-  for (int i = 0; i < EXL3_MAX_GROUP; i++) p.matrix[i] = from.matrix[i];
-  for (int i = 0; i <= EXL3_MAX_GROUP; i++) p.first_group[i] = from.first_group[i];
-  p.count = from.count;
-  p.rows = a->rows;
-  // 256 rows a block make a decoded weight cheaper, 128 give more blocks
-  p.tile_rows = (int64_t)plan.units * ((a->rows + 255) / 256) * 5 >= device.sms * 4 ? 256 : 128;
-  if (a->rows <= 128) p.tile_rows = 128;
-  p.row_tiles = (a->rows + p.tile_rows - 1) / p.tile_rows;
-  p.steps = from.blocks * 2;
-  p.in_features = from.in_features;
-  p.x_dtype = from.x_dtype;
-  p.y_dtype = from.y_dtype;
-  p.accumulate = from.accumulate;
-  p.rotations = from.rotations;
-  p.x = from.x;
-  p.norm_weight = from.norm_weight;
-  p.x_stride = from.x_stride;
-  p.norm_eps = from.norm_eps;
-  wide.units = plan.units;
-  int64_t at = kCounterBytes;
-  wide.scales = take(at, (int64_t)p.rotations * a->rows * sizeof(SliceScale));
-  wide.image = take(at, (int64_t)p.rotations * p.steps * p.row_tiles * p.tile_rows * 128);
-  wide.total = at;
-  return wide;
+static WidePlan wide_plan(const Plan& plan, const Device& device) {
+  return make_wide(plan.p, plan.mode == kDecodeBytes, kCounterBytes, device.sms, device.wide);
 }
 
 // Calls f(first, count) for each run of matrices one launch can serve; false from f ends it.
@@ -223,7 +179,7 @@ int64_t linear_workspace(const exl3_linear_args* a) {
     if (rows <= 0) continue;
     for_each_run(&part, [&](int first, int count) {
       const Plan plan = make_plan(&part, first, count, *device);
-      const int64_t bytes = goes_wide(&part, plan.units, *device) ? make_wide(&part, plan, *device).total : plan.total;
+      const int64_t bytes = goes_wide(&part, plan.units, *device) ? wide_plan(plan, *device).total : plan.total;
       most = bytes > most ? bytes : most;
       return (int)EXL3_OK;
     });
@@ -242,30 +198,6 @@ static const void* prepare_kernel(int mode) {
 
 static int too_small(int64_t have, int64_t need) {
   return refuse(EXL3_BAD_ARGUMENT, "linear: the workspace has %lld bytes, %lld are needed", (long long)have, (long long)need);
-}
-
-static int launch_wide(const exl3_linear_args* a, int k2, const Plan& plan, const Device& device, void* stream) {
-  WidePlan wide = make_wide(a, plan, device);
-  WideParams& p = wide.p;
-  if (a->workspace_bytes < wide.total) return too_small(a->workspace_bytes, wide.total);
-  p.scales = (SliceScale*)((uint8_t*)a->workspace + wide.scales);
-  p.image = (uint8_t*)a->workspace + wide.image;
-  if (const int status = launch(prepare_wide, dim3(a->rows, p.rotations), 256, 0, 1, p, stream, "linear: rotation")) return status;
-  const auto kernel = find_wide(k2).kernel[plan.mode == kDecodeBytes ? 0 : 1][p.tile_rows / 256];
-  auto start = [&](const char* what) {
-    return launch(kernel, dim3(wide.units * p.row_tiles), kWideThreads, wide_shared(k2, p.tile_rows), 1, p, stream, what);
-  };
-  if (!a->activation) return start("linear");
-  // the gate goes to y, then up multiplies what it finds there
-  if (const int status = start("linear: gate")) return status;
-  p.matrix[0] = p.matrix[1];
-  p.activation = a->activation;
-  if (p.rotations > 1) {
-    p.rotations = 1;
-    p.image += (int64_t)p.steps * p.row_tiles * p.tile_rows * 128;
-    p.scales += p.rows;
-  }
-  return start("linear: up");
 }
 
 static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const Device& device, void* stream) {
@@ -305,7 +237,10 @@ int linear(const exl3_linear_args* a, void* stream) {
     const int status = for_each_run(&part, [&](int first, int count) {
       Plan plan = make_plan(&part, first, count, *device);
       const int k2 = a->weights[first]->k2;
-      return goes_wide(&part, plan.units, *device) ? launch_wide(&part, k2, plan, *device, stream) : launch_product(&part, k2, plan, *device, stream);
+      if (!goes_wide(&part, plan.units, *device)) return launch_product(&part, k2, plan, *device, stream);
+      WidePlan wide = wide_plan(plan, *device);
+      if (part.workspace_bytes < wide.total) return too_small(part.workspace_bytes, wide.total);
+      return launch_wide(wide, k2, plan.mode == kDecodeBytes, part.activation, part.workspace, stream);
     });
     if (status) return status;
   }

@@ -7,6 +7,8 @@
 
 namespace exl3 {
 
+#define EXL3_RATES(X) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(10) X(12) X(14) X(16)
+
 // What multiplies: the hash itself, or weights decoded to fp16.
 enum ProductMode {
   kBytes = 0,        // mul1: four unsigned bytes whose sum is the weight, times int8 activations in one or two planes

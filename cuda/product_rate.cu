@@ -1,6 +1,5 @@
 // The product kernels of one rate; compiled once for each EXL3_K2 (twice the bits a weight).
 #include "product.cuh"
-#include "wide.cuh"
 
 namespace exl3 {
 
@@ -18,16 +17,6 @@ static const ProductEntry entries[] = {
     {product_kernel<EXL3_K2, kDecodePairs, 4>, EXL3_K2, kDecodePairs, 4},
 #endif
 };
-
-WideEntry EXL3_CONCAT(wide_entry_, EXL3_K2)() {
-  return {{{wide_kernel<EXL3_K2, kDecodeBytes, 128>, wide_kernel<EXL3_K2, kDecodeBytes, 256>},
-#if EXL3_K2 % 2 == 0
-           {wide_kernel<EXL3_K2, kDecodePairs, 128>, wide_kernel<EXL3_K2, kDecodePairs, 256>}
-#else
-           {nullptr, nullptr}
-#endif
-  }};
-}
 
 ProductEntries EXL3_CONCAT(product_entries_, EXL3_K2)() { return {entries, (int)(sizeof entries / sizeof *entries)}; }
 

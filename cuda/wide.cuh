@@ -1,329 +1,386 @@
 // The product of many rows on sm_90a: weights decoded in registers, straight into wgmma's A operand.
 //
-// A block owns 128 output columns and ROWS rows of x. One tile of weights is one A fragment of one warp, with output columns as its rows;
-// x is the B operand: the more rows, the less a decoded weight costs. The input is rotated once by prepare_wide and laid out in the very order,
-// swizzle included, that wgmma reads, so plain bulk copies fetch it. A ninth warp feeds a ring of stages of 64 inputs. mul1 weights go in as
-// 1024 + byte sum, exact in fp16; scale and shift belong to the epilogue, which turns each row's 128 sums by the Hadamard transform.
+// A cluster of two blocks owns 256 output columns, 128 a block, and ROWS rows of x at a time. The cluster only keeps them side by side, as both read
+// the same input: one fetch for both (multicast) measured no faster, and its signals across blocks cost.
+// One tile of weights is one A fragment of one warp, with output columns as its rows; x is the B operand: the more rows, the less a decoded
+// weight costs. The input is rotated once by prepare_wide and laid out in the very order, swizzle included, that wgmma reads, so plain
+// bulk copies fetch it. Of twelve warps eight multiply, one keeps a ring of stages of 64 inputs full, and three finish the tile before:
+// they turn each row's 128 sums, passed on as halves, by the Hadamard transform and store them, while the tensor cores go on.
+//
+// mul1 weights go in as 1024 + byte sum, exact in fp16; scale and shift come later. Blocks stay for the whole call. Where the tiles don't fill
+// whole rounds of the card, the first ones are cut along the inner dimension into equal shares (WideWalk); whoever has a tile's beginning adds
+// the other shares in their order, so results repeat bit for bit.
 #pragma once
-#include "product.h"
 #include "ptx.cuh"
 #include "trellis.cuh"
+#include "wgmma.cuh"
+#include "wide.h"
 
 #include "../cpp/gpu/numbers.h"
 
 namespace exl3 {
 
-// Two warpgroups multiply, one warp more fetches. kWidePitch: floats of a row of sums, free of bank conflicts.
-constexpr int kWideThreads = 288, kWidePitch = 132;
-
-struct WideParams {
-  ProductMatrix matrix[EXL3_MAX_GROUP];
-  int32_t first_group[EXL3_MAX_GROUP + 1];
-  int32_t count, rows, tile_rows, row_tiles, steps;  // tile_rows: 128 or 256, of a block; steps: in_padded / 64
-  int32_t in_features, x_dtype, y_dtype, accumulate;
-  int32_t activation;   // y = act(y) * result: y holds the gate
-  int32_t rotations;
-  const void* x;
-  const float* norm_weight;
-  int64_t x_stride;
-  float norm_eps;
-  uint8_t* image;       // [rotation][64 inputs][rows / 8][8 rows][128 bytes, 16-byte pieces swapped by row]
-  SliceScale* scales;   // [rotation][row]
-};
-
-// Input and four rows of tiles, rounded up as the swizzle repeats every 1024 bytes.
-inline constexpr __host__ __device__ int wide_stage(int k2, int rows) { return rows * 128 + (4 * 128 * k2 + 1023) / 1024 * 1024; }
-inline constexpr __host__ __device__ int wide_stages(int k2, int rows) {
-  const int fit = 216 * 1024 / wide_stage(k2, rows);
-  return fit < 6 ? fit : 6;
-}
-inline constexpr __host__ __device__ int wide_shared(int k2, int rows) {
-  const int ring = wide_stages(k2, rows) * wide_stage(k2, rows), sums = rows * kWidePitch * 4;
-  return (ring > sums ? ring : sums) + 1024;
-}
-
-struct WideEntry {
-  void (*kernel[2][2])(WideParams);  // [kDecodeBytes, kDecodePairs][128, 256 rows]
-};
-
 #ifdef __CUDACC__
-// One block a row and rotation: norm, scales, rotation; twice, the first time for the largest value.
-static __global__ void __launch_bounds__(256) prepare_wide(const __grid_constant__ WideParams p) {
-  __shared__ float space[8];
-  ptx::launch_dependents();
-  ptx::wait_for_previous();
-  const int row = blockIdx.x, rotation = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const void* x = row_of(p.x, (int64_t)row * p.x_stride, p.x_dtype);
-  const uint16_t* suh = p.matrix[rotation].suh;
-  float norm = 1.f;
-  if (p.norm_weight) {
-    float sum = 0.f;
-    for (int i = threadIdx.x * 4; i < p.in_features; i += 1024) {
-      float v[4];
-      load4(x, i, p.in_features, p.x_dtype, v);
-      sum += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3];
-    }
-    norm = rsqrtf(block_sum<256>(sum, space) / (float)p.in_features + p.norm_eps);
-  }
-  auto rotated = [&](int block, float(&v)[4]) {
-    const int i = block * 128 + 4 * lane;
-    load4(x, i, p.in_features, p.x_dtype, v);
+constexpr int kManyRegisters = 192, kFewRegisters = 120;  // of a multiplier and of the others; 2 x 192 + 120 is 3 x 168, what a launch gets
+
+// hadamard128 of numbers.h in fewer instructions: sign[i] is -1 in lanes with bit i.
+struct LaneSigns {
+  float sign[5];
+  __device__ __forceinline__ explicit LaneSigns(int lane) {
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      if (p.norm_weight && i + e < p.in_features) v[e] *= norm * p.norm_weight[i + e];
-      v[e] *= half_to_float(suh[i + e]);
-    }
-    hadamard128(v);
-  };
-  const int blocks = p.steps / 2;
-  float largest = 0.f;
-  for (int b = warp; b < blocks; b += 8) {
-    float v[4];
-    rotated(b, v);
+    for (int i = 0; i < 5; i++) sign[i] = lane >> i & 1 ? -1.f : 1.f;
+  }
+  __device__ __forceinline__ void turn(float (&v)[4]) const {
+    const float s0 = v[0] + v[1], d0 = v[0] - v[1], s1 = v[2] + v[3], d1 = v[2] - v[3];
+    v[0] = s0 + s1;
+    v[1] = d0 + d1;
+    v[2] = s0 - s1;
+    v[3] = d0 - d1;
 #pragma unroll
-    for (int e = 0; e < 4; e++) largest = fmaxf(largest, fabsf(v[e]));
+    for (int i = 0; i < 5; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[e] = fmaf(sign[i], v[e], __shfl_xor_sync(~0u, v[e], 1 << i));
   }
-  largest = warp_max(largest);
-  __syncthreads();
-  if (lane == 0) space[warp] = largest;
-  __syncthreads();
-  for (int w = 0; w < 8; w++) largest = fmaxf(largest, space[w]);
-  // a power of two that brings the largest to 256 .. 512; the transform's 1/sqrt(128) goes to the scale
-  const int exponent = largest > 0.f && largest < 3e38f ? ((__float_as_int(largest) >> 23) & 255) - 127 : 0;
-  const int shift = max(-126, min(126, 8 - exponent));
-  const float factor = __int_as_float((127 + shift) << 23);
-  const int64_t step_bytes = (int64_t)p.row_tiles * p.tile_rows * 128;
-  uint8_t* image = p.image + (int64_t)rotation * p.steps * step_bytes + (row / 8) * 1024 + (row % 8) * 128;
-  float sum = 0.f;
-  for (int b = warp; b < blocks; b += 8) {
-    float v[4];
-    rotated(b, v);
-    const __half2 h[2] = {__floats2half2_rn(v[0] * factor, v[1] * factor), __floats2half2_rn(v[2] * factor, v[3] * factor)};
-    sum += (__low2float(h[0]) + __high2float(h[0])) + (__low2float(h[1]) + __high2float(h[1]));
-    const int piece = (lane % 16) / 2;  // of 16 bytes
-    *(uint2*)(image + (2 * b + lane / 16) * step_bytes + ((piece ^ (row % 8)) * 16) + (lane % 2) * 8) = *(const uint2*)h;
+};
+
+// Where a row's sums of eight columns lie: [row][16 pieces of 16 bytes, swapped by row].
+__device__ __forceinline__ uint8_t* staged_piece(uint8_t* staged, int row, int piece) { return staged + row * 256 + (piece ^ (row & 7)) * 16; }
+
+// Four columns of one row, times scales, plus bias: to y, through what else the call asks for.
+static __device__ __forceinline__ void store_row(const WideParams& p, const ProductMatrix& w, int row, int c, float (&v)[4]) {
+  void* y = row_of(w.y, (int64_t)row * w.y_stride, p.y_dtype);
+  for (int e = 0; e < 4; e++) {
+    if (c + e >= w.out_features) return;
+    if (p.activation) v[e] *= activate(load(y, c + e, p.y_dtype), p.activation, nullptr);
+    if (p.accumulate) v[e] += ((const float*)y)[c + e];
+    store(y, c + e, p.y_dtype, v[e]);
   }
-  sum = block_sum<256>(sum, space);
-  if (threadIdx.x == 0) p.scales[(int64_t)rotation * p.rows + row] = {__int_as_float((127 - shift) << 23) * HADAMARD128_SCALE, 0, 0, sum};
+}
+
+// Rows first, first + stride ... of a tile: transform, scales, bias, activation, store. One warp, four columns a lane.
+static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, uint8_t* staged,
+                                                   const float* row_scales, int first, int stride, int lane) {
+  constexpr int kTogether = 4;
+  const LaneSigns signs(lane);
+  const int c = group * 128 + 4 * lane;
+  float svh[4], bias[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    svh[e] = half_to_float(w.svh[c + e]);
+    bias[e] = w.bias && c + e < w.out_features ? w.bias[c + e] : 0.f;
+  }
+  const bool whole = (group + 1) * 128 <= w.out_features && w.y_stride % 4 == 0 && ((uintptr_t)w.y & 15) == 0;
+  const int way = !whole || p.y_dtype == EXL3_BF16 || (p.activation && p.y_dtype != EXL3_F16) ? 0 : p.y_dtype == EXL3_F16 ? (p.activation ? 3 : 1) : 2;
+  for (int r0 = first; r0 < rows; r0 += kTogether * stride) {
+    float v[kTogether][4];
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      const uint2 h = *(const uint2*)(staged_piece(staged, min(r0 + i * stride, rows - 1), lane / 2) + lane % 2 * 8);
+      const float2 a = __half22float2(*(const __half2*)&h.x), b = __half22float2(*(const __half2*)&h.y);
+      v[i][0] = a.x;
+      v[i][1] = a.y;
+      v[i][2] = b.x;
+      v[i][3] = b.y;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) signs.turn(v[i]);
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      const float scale = row_scales[min(r0 + i * stride, rows - 1)];
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[i][e] = fmaf(v[i][e] * scale, svh[e], bias[e]);
+    }
+    auto each = [&](auto f) {
+#pragma unroll
+      for (int i = 0; i < kTogether; i++)
+        if (r0 + i * stride < rows) f(v[i], row0 + r0 + i * stride);
+    };
+    auto to_halves = [](const float(&u)[4]) {
+      const __half2 h[2] = {__floats2half2_rn(u[0], u[1]), __floats2half2_rn(u[2], u[3])};
+      return *(const uint2*)h;
+    };
+    if (way == 1) {
+      each([&](float(&u)[4], int row) { *(uint2*)((uint16_t*)w.y + row * w.y_stride + c) = to_halves(u); });
+    } else if (way == 2) {
+      each([&](float(&u)[4], int row) {
+        float4* y = (float4*)((float*)w.y + row * w.y_stride + c);
+        const float4 old = p.accumulate ? *y : make_float4(0.f, 0.f, 0.f, 0.f);
+        *y = make_float4(u[0] + old.x, u[1] + old.y, u[2] + old.z, u[3] + old.w);
+      });
+    } else if (way == 3) {
+      uint2 gate[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) gate[i] = *(const uint2*)((const uint16_t*)w.y + (row0 + min(r0 + i * stride, rows - 1)) * w.y_stride + c);
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) {
+        const float2 a = __half22float2(*(const __half2*)&gate[i].x), b = __half22float2(*(const __half2*)&gate[i].y);
+        float g[4] = {a.x, a.y, b.x, b.y};
+        for (int e = 0; e < 4; e++) v[i][e] *= activate(g[e], p.activation, nullptr);
+      }
+      each([&](float(&u)[4], int row) { *(uint2*)((uint16_t*)w.y + row * w.y_stride + c) = to_halves(u); });
+    } else {
+      each([&](float(&u)[4], int row) { store_row(p, w, row, c, u); });
+    }
+  }
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// d += a b of one warpgroup: a 64 x 16 halves from registers, b 16 x N halves from shared memory (N rows of 64, swizzled by 128 bytes).
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// What lies where in shared memory.
+template <int K2, int ROWS>
+struct WideSpace {
+  static constexpr int kStages = wide_stages(K2, ROWS), kStage = wide_stage(K2, ROWS);
+  uint8_t *ring, *staged;
+  float *sums, *scales;  // of the rows of the tile being finished
+  uint64_t *full, *empty, *staged_full, *staged_empty;
+  __device__ __forceinline__ explicit WideSpace(uint8_t* raw) {
+    ring = raw;
+    staged = ring + kStages * kStage;
+    sums = (float*)(staged + ROWS * 256);
+    scales = sums + ROWS;
+    full = (uint64_t*)(scales + ROWS);
+    empty = full + kStages;
+    staged_full = empty + kStages;
+    staged_empty = staged_full + 1;
+  }
+};
+
+// One thread: keeps the ring full. Weights may be fetched before the kernel before has ended.
+template <int K2, int ROWS>
+__device__ __forceinline__ void wide_fetch(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
+  constexpr int kStages = WideSpace<K2, ROWS>::kStages, kStage = WideSpace<K2, ROWS>::kStage, kImage = ROWS * 128, kTileRow = 128 * K2;
+  const int64_t step_bytes = (int64_t)p.row_tiles * kImage;
+  WideWalk walk(p, cluster, clusters);
+  WidePiece piece;
+  for (int i = 0; walk.step(p, clusters, piece);) {
+    const WidePlace place = wide_place(p, piece.tile);
+    const ProductMatrix& w = p.matrix[place.matrix];
+    const int64_t pitch = (int64_t)w.columns * 16 * K2;
+    const uint8_t* weights = w.trellis + min(place.group + rank, w.columns / 8 - 1) * kTileRow;
+    const uint8_t* image = p.image + (int64_t)(p.rotations > 1 ? place.matrix : 0) * p.steps * step_bytes + (int64_t)place.row_tile * kImage;
+    auto fetch_weights = [&](int step, int stage) {
+      ptx::barrier_expect(space.full + stage, kImage + 4 * kTileRow);
+#pragma unroll
+      for (int r = 0; r < 4; r++)
+        ptx::bulk_load(space.ring + stage * kStage + kImage + r * kTileRow, weights + (step * 4 + r) * pitch, kTileRow, space.full + stage);
+    };
+    auto fetch_image = [&](int step, int stage) {
+      ptx::bulk_load(space.ring + stage * kStage, image + step * step_bytes, kImage, space.full + stage);
+    };
+    int step = piece.first;
+    if (i == 0) {
+      const int ahead = min(kStages, piece.last - piece.first);
+      for (; i < ahead; i++) fetch_weights(step + i, i);
+      ptx::wait_for_previous();
+      for (i = 0; i < ahead; i++) fetch_image(step + i, i);
+      step += ahead;
+    }
+    for (; step < piece.last; step++, i++) {
+      const int stage = i % kStages;
+      if (i >= kStages) ptx::barrier_wait(space.empty + stage, (i / kStages - 1) & 1);
+      fetch_weights(step, stage);
+      fetch_image(step, stage);
+    }
+  }
 }
-__device__ __forceinline__ void wgmma(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+
+// Sums of a share that another cluster finishes, to memory.
+template <int ROWS>
+__device__ __forceinline__ void pass_on(const WideParams& p, const float (&d)[ROWS / 2], int thread) {
+  float4* to = (float4*)p.partial + (int64_t)blockIdx.x * (ROWS / 8) * 256 + thread;
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; j++) __stcg(to + j * 256, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
+  __threadfence();
+  sync_multipliers();
+  if (thread == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.arrived + blockIdx.x) : "memory");
 }
-#endif
+// And the shares of clusters from `cluster` on, up to the end of the tile, added.
+template <int ROWS>
+__device__ __forceinline__ void take_over(const WideParams& p, float (&d)[ROWS / 2], int tile, int cluster, int clusters, int rank, int thread) {
+  for (; wide_share(p, cluster, clusters) < (tile + 1) * p.steps; cluster++) {
+    const int block = 2 * cluster + rank;
+    if (thread == 0) {
+      int there;
+      do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.arrived + block) : "memory");
+      while (!there);
+      p.arrived[block] = 0;
+    }
+    sync_multipliers();
+    const float4* from = (const float4*)p.partial + (int64_t)block * (ROWS / 8) * 256 + thread;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; j++) {
+      const float4 f = __ldcg(from + j * 256);
+      d[4 * j] += f.x;
+      d[4 * j + 1] += f.y;
+      d[4 * j + 2] += f.z;
+      d[4 * j + 3] += f.w;
+    }
+  }
+}
+
+// A warpgroup's sums as halves to the finishers, [row][column].
+template <int ROWS>
+__device__ __forceinline__ void hand_over(const WideParams& p, const float (&d)[ROWS / 2], uint8_t* staged, const float* sums, int warp, int lane) {
+  const int q = lane % 4, row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; j += 2) {
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float2 sum = *(const float2*)(sums + (j + i) * 8 + 2 * q);
+      const float* v = d + 4 * (j + i);
+      const __half2 low = __floats2half2_rn(fmaf(v[0], p.shrink, sum.x), fmaf(v[1], p.shrink, sum.y));
+      const __half2 high = __floats2half2_rn(fmaf(v[2], p.shrink, sum.x), fmaf(v[3], p.shrink, sum.y));
+      r[2 * i] = *(const uint32_t*)&low;
+      r[2 * i + 1] = *(const uint32_t*)&high;
+    }
+    store_matrices_transposed(staged_piece(staged, j * 8 + row, piece), r);
+  }
+}
 
 template <int K2, int MODE, int ROWS>
-__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ WideParams p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kStages = wide_stages(K2, ROWS), kImage = ROWS * 128, kTileRow = 128 * K2, kStage = wide_stage(K2, ROWS);
-  extern __shared__ uint8_t raw[];
-  uint8_t* shared = (uint8_t*)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
-  __shared__ __align__(8) uint64_t full[kStages], empty[kStages];
-  const int tile = blockIdx.x % p.row_tiles, unit = blockIdx.x / p.row_tiles, warp = threadIdx.x / 32, thread = threadIdx.x, lane = threadIdx.x % 32;
-  int m = 0;
-  while (m + 1 < p.count && unit >= p.first_group[m + 1]) m++;
-  const int group = unit - p.first_group[m];
-  const ProductMatrix& w = p.matrix[m];
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) {
-      ptx::barrier_init(full + i, 1);
-      ptx::barrier_init(empty + i, 8);
-    }
-    ptx::barrier_init_done();
-  }
-  __syncthreads();
-  ptx::launch_dependents();
-
-  if (warp == 8) {  // fetches; weights before the wait for the previous kernel
-    if (lane != 0) return;
-    const int64_t pitch = (int64_t)w.columns * 16 * K2, step_bytes = (int64_t)p.row_tiles * kImage;
-    const uint8_t* weights = w.trellis + group * kTileRow;
-    const uint8_t* image = p.image + (int64_t)(p.rotations > 1 ? m : 0) * p.steps * step_bytes + (int64_t)tile * kImage;
-    auto fetch_weights = [&](int step, int stage) {
-      ptx::barrier_expect(full + stage, kImage + 4 * kTileRow);
-      for (int r = 0; r < 4; r++)
-        ptx::bulk_load(shared + stage * kStage + kImage + r * kTileRow, weights + (step * 4 + r) * pitch, kTileRow, full + stage);
-    };
-    auto fetch_image = [&](int step, int stage) { ptx::bulk_load(shared + stage * kStage, image + step * step_bytes, kImage, full + stage); };
-    const int ahead = min(kStages, p.steps);
-    for (int i = 0; i < ahead; i++) fetch_weights(i, i);
-    ptx::wait_for_previous();
-    for (int i = 0; i < ahead; i++) fetch_image(i, i);
-    for (int i = ahead; i < p.steps; i++) {
-      const int stage = i % kStages;
-      ptx::barrier_wait(empty + stage, (i / kStages - 1) & 1);
-      fetch_weights(i, stage);
-      fetch_image(i, stage);
-    }
-    return;
-  }
-  ptx::wait_for_previous();
+__device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
+  constexpr int kStages = WideSpace<K2, ROWS>::kStages, kStage = WideSpace<K2, ROWS>::kStage, kImage = ROWS * 128, kTileRow = 128 * K2;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const Run<K2> run(lane);
   float d[ROWS / 2];
+  uint32_t a[2][2][4];
+  int stage = 0, phase = 0, finished = 0;
+  auto release = [&](int which) {
+    if (lane == 0) ptx::barrier_arrive(space.empty + which);
+  };
+  WideWalk walk(p, cluster, clusters);
+  WidePiece piece;
+  while (walk.step(p, clusters, piece)) {
+    const WidePlace place = wide_place(p, piece.tile);
+    const uint32_t multiplier = p.matrix[place.matrix].multiplier, addend = p.matrix[place.matrix].addend;
+    SliceScale row_scale{};
+    const int row = place.row_tile * ROWS + thread;
+    if (piece.first == 0 && thread < ROWS && row < p.rows) row_scale = p.scales[(int64_t)(p.rotations > 1 ? place.matrix : 0) * p.rows + row];
+    for (int step = piece.first; step < piece.last; step++) {
+      ptx::barrier_wait(space.full + stage, phase);
+      const uint8_t* in = space.ring + stage * kStage;
+      const uint64_t b = wgmma_operand(in);
 #pragma unroll
-  for (int i = 0; i < ROWS / 2; i++) d[i] = 0.f;
-  {
-    const Run<K2> run(lane);
-    const uint32_t multiplier = w.multiplier, addend = w.addend;
-    uint32_t a[2][4];
-    int stage = 0, phase = 0;
-    for (int step = 0; step < p.steps; step++) {
-      ptx::barrier_wait(full + stage, phase);
-      const uint8_t* in = shared + stage * kStage;
-      // descriptor: address, 1024 bytes from one group of eight rows to the next, swizzle of 128 bytes
-      const uint64_t b = (uint64_t)((ptx::shared_address(in) & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+      for (int half = 0; half < 2; half++) {  // two products at a time keep the tensor cores busy while the next operands are made
 #pragma unroll
-      for (int r = 0; r < 4; r++) {
-        uint32_t s[8];
-        read_states<K2>((const uint32_t*)(in + kImage + r * kTileRow + warp * 16 * K2), run, s);
-        uint32_t(&now)[4] = a[r & 1];
+        for (int r = 0; r < 2; r++) {
+          uint32_t s[8];
+          read_states<K2>((const uint32_t*)(in + kImage + (2 * half + r) * kTileRow + warp * 16 * K2), run, s);
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int j = 4 * (e & 1) + 2 * (e >> 1);
-          now[e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
+          for (int e = 0; e < 4; e++) {
+            const int j = 4 * (e & 1) + 2 * (e >> 1);
+            a[half][r][e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
+          }
         }
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        wgmma(d, now, b + r * 2);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the product before is done: its operand may go
-        if (r == 0 && step > 0 && lane == 0) ptx::barrier_arrive(empty + (stage ? stage - 1 : kStages - 1));  // and the stage before
+        wgmma_fence();
+        wgmma(d, a[half][0], b + half * 4, half > 0 || step > piece.first);
+        wgmma(d, a[half][1], b + half * 4 + 2, 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (half == 0 && step > piece.first) release(stage ? stage - 1 : kStages - 1);  // the stage before is consumed
       }
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
       }
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma_wait<0>();
+    release(stage ? stage - 1 : kStages - 1);
+    if (piece.first > 0) {
+      pass_on<ROWS>(p, d, thread);
+      continue;
+    }
+    if (piece.last < p.steps) take_over<ROWS>(p, d, piece.tile, cluster + 1, clusters, rank, thread);
+    ptx::barrier_wait(space.staged_empty, (finished & 1) ^ 1);
+    if (thread < ROWS) {
+      space.sums[thread] = row_scale.sum * p.shrink_shift;
+      space.scales[thread] = row_scale.scale * p.grow;
+    }
+    sync_multipliers();
+    hand_over<ROWS>(p, d, space.staged, space.sums, warp, lane);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(space.staged_full);
+    finished++;
   }
+}
 
-  // sums to shared memory, [row of x][output column]
-  const int g = lane / 4, q = lane % 4;
-  float* sums = (float*)shared;
-  asm volatile("bar.sync 1, 256;" ::: "memory");
-#pragma unroll
-  for (int j = 0; j < ROWS / 8; j++) {
-    float* to = sums + (j * 8 + 2 * q) * kWidePitch + warp * 16 + g;
-    to[0] = d[4 * j];
-    to[kWidePitch] = d[4 * j + 1];
-    to[8] = d[4 * j + 2];
-    to[kWidePitch + 8] = d[4 * j + 3];
+// One tile, by warps first, first + 1 ... of `warps`.
+template <int K2, int ROWS>
+__device__ __forceinline__ void finish_tile(const WideParams& p, const WideSpace<K2, ROWS>& space, int tile, int rank, int first, int warps) {
+  const WidePlace place = wide_place(p, tile);
+  const ProductMatrix& w = p.matrix[place.matrix];
+  const int group = place.group + rank, row0 = place.row_tile * ROWS;
+  if (group * 8 < w.columns)
+    finish_rows(p, w, group, row0, min(ROWS, p.rows - row0), space.staged, space.scales, first, warps, threadIdx.x % 32);
+}
+
+// Warps 9 .. 11: all tiles but the last.
+template <int K2, int ROWS>
+__device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
+  WidePiece piece;
+  int before = -1, n = 0;
+  for (WideWalk walk(p, cluster, clusters); walk.step(p, clusters, piece);) {
+    if (piece.first > 0) continue;
+    if (before >= 0) {
+      ptx::barrier_wait(space.staged_full, n++ & 1);
+      finish_tile(p, space, before, rank, threadIdx.x / 32 - 9, kWideFinishers);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive(space.staged_empty);
+    }
+    before = piece.tile;
   }
-  asm volatile("bar.sync 1, 256;" ::: "memory");
-  const int row0 = tile * ROWS, rows = min(ROWS, p.rows - row0);
-  for (int pass = 0; pass < ROWS; pass += 128) {  // the Hadamard transform: two threads a row, 64 columns each, then the last level between them
-    const int row = pass + thread / 2, side = thread % 2;
-    float v[64];
-    float* mine = sums + row * kWidePitch + side * 64;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const float4 f = *(const float4*)(mine + 4 * i);
-      v[4 * i] = f.x;
-      v[4 * i + 1] = f.y;
-      v[4 * i + 2] = f.z;
-      v[4 * i + 3] = f.w;
-    }
-#pragma unroll
-    for (int step = 1; step < 64; step <<= 1)
-#pragma unroll
-      for (int i = 0; i < 64; i++)
-        if (!(i & step)) {
-          const float x = v[i], y = v[i | step];
-          v[i] = x + y;
-          v[i | step] = x - y;
-        }
-    float scale = 0.f, sum = 0.f;
-    if (row < rows) {
-      const SliceScale s = p.scales[(int64_t)(p.rotations > 1 ? m : 0) * p.rows + row0 + row];
-      scale = s.scale * HADAMARD128_SCALE * (MODE == kDecodeBytes ? kMul1Scale : 1.f);
-      // a constant under the transform is its first value
-      if (MODE == kDecodeBytes && side == 0) sum = s.sum * s.scale * HADAMARD128_SCALE * kMul1Shift * 128.f;
-    }
-#pragma unroll
-    for (int i = 0; i < 64; i++) {
-      const float other = __shfl_xor_sync(~0u, v[i], 1);
-      v[i] = (side ? other - v[i] : v[i] + other) * scale;
-    }
-    v[0] += sum;
-#pragma unroll
-    for (int i = 0; i < 16; i++) *(float4*)(mine + 4 * i) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+}
+// The last tile: all warps but the one that fetched, which has not followed the finished tiles. Nobody has anything else to do.
+template <int K2, int ROWS>
+__device__ __forceinline__ void wide_finish_last(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
+  const int warp = threadIdx.x / 32;
+  WidePiece piece;
+  int tile = -1, n = 0;
+  for (WideWalk walk(p, cluster, clusters); walk.step(p, clusters, piece);) {
+    if (piece.first > 0) continue;
+    tile = piece.tile;
+    n++;
   }
-  asm volatile("bar.sync 1, 256;" ::: "memory");
-  const int c = group * 128 + 4 * lane;
-  float scale[4], bias[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    scale[e] = half_to_float(w.svh[c + e]);
-    bias[e] = w.bias && c + e < w.out_features ? w.bias[c + e] : 0.f;
-  }
-  const bool whole = c + 4 <= w.out_features && w.y_stride % 4 == 0 && ((uintptr_t)w.y & 15) == 0;
-  for (int r = warp; r < rows; r += 8) {
-    const float4 f = *(const float4*)(sums + r * kWidePitch + 4 * lane);
-    float v[4] = {f.x, f.y, f.z, f.w};
-    void* y = row_of(w.y, (int64_t)(row0 + r) * w.y_stride, p.y_dtype);
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      v[e] = v[e] * scale[e] + bias[e];
-      if (c + e >= w.out_features) continue;
-      if (p.activation) v[e] *= activate(load(y, c + e, p.y_dtype), p.activation, nullptr);
-      if (p.accumulate) v[e] += ((const float*)y)[c + e];
+  if (tile < 0 || warp == 8) return;
+  ptx::barrier_wait(space.staged_full, (n - 1) & 1);
+  finish_tile(p, space, tile, rank, warp < 8 ? warp : warp - 1, kWideThreads / 32 - 1);
+}
+#endif
+
+template <int K2, int MODE, int ROWS>
+__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ WideParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t raw[];  // the swizzle counts on it
+  const WideSpace<K2, ROWS> space(raw);
+  const int rank = blockIdx.x & 1, cluster = blockIdx.x / 2, clusters = gridDim.x / 2, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < space.kStages; i++) {
+      ptx::barrier_init(space.full + i, 1);
+      ptx::barrier_init(space.empty + i, 8);
     }
-    if (whole && p.y_dtype == EXL3_F16) {
-      const __half2 h[2] = {__floats2half2_rn(v[0], v[1]), __floats2half2_rn(v[2], v[3])};
-      *(uint2*)((uint16_t*)y + c) = *(const uint2*)h;
-    } else if (whole && p.y_dtype == EXL3_F32) {
-      *(float4*)((float*)y + c) = make_float4(v[0], v[1], v[2], v[3]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (c + e < w.out_features) store(y, c + e, p.y_dtype, v[e]);
-    }
+    ptx::barrier_init(space.staged_full, 8);
+    ptx::barrier_init(space.staged_empty, kWideFinishers);
+    ptx::barrier_init_done();
   }
+  __syncthreads();
+  ptx::launch_dependents();
+  if (warp >= 8) {
+    fewer_registers<kFewRegisters>();
+    if (warp == 8) {
+      if (threadIdx.x % 32 == 0) wide_fetch<K2, ROWS>(p, space, cluster, clusters, rank);
+      __syncwarp();
+    }
+    ptx::wait_for_previous();
+    if (warp > 8) wide_finish<K2, ROWS>(p, space, cluster, clusters, rank);
+  } else {
+    more_registers<kManyRegisters>();
+    ptx::wait_for_previous();
+    wide_multiply<K2, MODE, ROWS>(p, space, cluster, clusters, rank);
+    fewer_registers<kFewRegisters>();
+  }
+  wide_finish_last<K2, ROWS>(p, space, cluster, clusters, rank);
 #endif
 }
 #endif

@@ -25,6 +25,18 @@ def cuda() -> Library:
     return Library(path, "cuda")
 
 
+@pytest.fixture(scope="session")
+def no_wgmma(cuda: Library, tmp_path_factory: Any) -> Library:
+    """A second instance of the library that takes the way of cards without wgmma (8.0 and up)."""
+    path = tmp_path_factory.mktemp("no_wgmma") / "libexl3_cuda_no_wgmma.so"
+    shutil.copy(cuda_library() or "", path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXL3_TEST_NO_WGMMA", "1")
+        library = Library(path, "cuda")
+        assert library.table.describe(0)  # looks at the card, once
+    return library
+
+
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def lib(request: Any) -> Library:
     return request.getfixturevalue(request.param)

@@ -34,10 +34,11 @@ struct dim3 {
 struct Place {
   int x, y, z;
 };
-inline Place cuda_block, cuda_grid;
+inline Place cuda_block, cuda_grid, cuda_threads;
 #define threadIdx (Place{exl3::emulator::current->thread, 0, 0})
 #define blockIdx cuda_block
 #define gridDim cuda_grid
+#define blockDim cuda_threads
 
 // ------------------------------------------------------------------------------------------------ numbers
 struct float2 {
@@ -76,6 +77,10 @@ inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
 struct __half2 {
   uint16_t x, y;
 };
+struct __half {
+  uint16_t x;
+};
+inline __half __float2half_rn(float a) { return {float_to_half(a)}; }
 inline __half2 __floats2half2_rn(float a, float b) { return {float_to_half(a), float_to_half(b)}; }
 inline __half2 __float2half2_rn(float a) { return __floats2half2_rn(a, a); }
 inline float __low2float(__half2 h) { return half_to_float(h.x); }
@@ -194,30 +199,11 @@ inline void load_matrices(uint32_t (&r)[4], const void* row) { matrices(r, row, 
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { matrices(r, row, true); }
 }  // namespace ptx
 
-// One warp's 16 rows of a warpgroup's product; b: rows of 64 halves, swizzled by 128 bytes, groups of eight 1024 bytes apart.
-template <int R>
-void wgmma(float (&d)[R], const uint32_t (&a)[4], uint64_t b) {
-  const uint32_t start = (uint32_t)(b & 0x3fff) << 4;
-  const int lane = lane_id(), g = lane / 4, q = lane % 4;
-  if ((b >> 62) != 1 || ((b >> 32) & 0x3fff) != 64) emulator::fail("a descriptor of another layout");
-  emulator::with_peers(a, [&](auto peer) {
-    for (int j = 0; j < R / 4; j++)
-      for (int e = 0; e < 4; e++) {
-        const int n = j * 8 + 2 * q + e % 2;
-        for (int k = 0; k < 16; k++) {
-          uint32_t at = start + (n / 8) * 1024 + (n % 8) * 128 + k * 2;
-          at ^= ((at >> 7) & 7) << 4;
-          d[4 * j + e] += ptx::half_of(((const uint32_t*)peer(g * 4 + (k % 8) / 2))[e / 2 + 2 * (k / 8)], k % 2) *
-                          half_to_float(*(const uint16_t*)(shared_space + at));
-        }
-      }
-  });
-}
-
 // Runs one block to its end.
 inline void run_cuda_block(int threads, const std::function<void()>& f) {
   using namespace emulator;
   body = &f;
+  cuda_threads = {threads, 1, 1};
   arrays.clear();
   ptx::barriers.clear();
   memset(shared_space, 0xff, sizeof shared_space);

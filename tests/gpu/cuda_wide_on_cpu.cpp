@@ -1,32 +1,30 @@
-// cuda/wide.cuh as a function on the CPU; source.inc is made of it and what it includes by test_cuda_on_cpu.py.
-#define __CUDA_ARCH__ 900
-#define __CUDA_ARCH_FEAT_SM90_ALL 1
+// cuda/wide_mma.cuh, its input and its finish (which wide.cuh shares), as a function on the CPU; source.inc is made by test_cuda_on_cpu.py.
+#define __CUDA_ARCH__ 800
 #include "cuda_on_cpu.h"
 #include "source.inc"
 
 using namespace exl3;
 
-template <int K2, int MODE, int ROWS>
-static int run(WideParams p, int units) {
-  p.tile_rows = ROWS;
-  p.row_tiles = (p.rows + ROWS - 1) / ROWS;
-  std::vector<uint8_t> image((size_t)p.steps * p.row_tiles * ROWS * 128 + 1024, 0x7f);  // NaNs where nothing is written
+template <int K2, int MODE>
+static int run(WideParams p) {
+  std::vector<uint8_t> image((size_t)p.steps * p.row_tiles * kMmaRows * 128 + 1024, 0x7f);  // NaNs where nothing is written
   p.image = (uint8_t*)(((uintptr_t)image.data() + 1023) & ~(uintptr_t)1023);
   std::vector<SliceScale> scales(p.rows);
   p.scales = scales.data();
   for (int r = 0; r < p.rows; r++) {
     cuda_block = {r, 0, 0};
-    run_cuda_block(256, [&] { prepare_wide(p); });
+    run_cuda_block(prepare_threads(p.steps * 64), [&] { prepare_wide(p); });
   }
-  for (int b = 0; b < units * p.row_tiles; b++) {
-    cuda_block = {b, 0, 0};
-    run_cuda_block(kWideThreads, [&] { wide_kernel<K2, MODE, ROWS>(p); });
-  }
+  for (int y = 0; y < 2 * p.pairs; y++)
+    for (int x = 0; x < p.row_tiles; x++) {
+      cuda_block = {x, y, 0};
+      run_cuda_block(kMmaThreads, [&] { mma_wide_kernel<K2, MODE>(p); });
+    }
   return EXL3_OK;
 }
 
 // One matrix; with an activation y holds the gate.
-EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int tile_rows) {
+EXL3_EXPORT int on_cpu(const exl3_linear_args* a) {
   const exl3_weight& w = *a->weights[0];
   WideParams p{};
   p.count = p.rotations = 1;
@@ -43,11 +41,16 @@ EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int tile_rows) {
   p.norm_eps = a->norm_eps;
   p.matrix[0] = {(const uint8_t*)w.trellis, (const uint16_t*)w.suh, (const uint16_t*)w.svh, w.bias, a->y[0], a->y_stride[0],
                  w.out_features, w.out_padded / 16, w.multiplier, w.codebook == EXL3_3INST ? k3instAddend : 0u};
-  const int units = w.out_padded / 128;
-  for (int i = 1; i <= EXL3_MAX_GROUP; i++) p.first_group[i] = units;
+  p.pairs = (w.out_padded / 128 + 1) / 2;
+  for (int i = 1; i <= EXL3_MAX_GROUP; i++) p.first_pair[i] = p.pairs;
+  p.tile_rows = kMmaRows;
+  p.row_tiles = (p.rows + kMmaRows - 1) / kMmaRows;
   const bool bytes = w.codebook == EXL3_MUL1;
-  if (w.k2 == 3 && bytes) return tile_rows == 256 ? run<3, kDecodeBytes, 256>(p, units) : run<3, kDecodeBytes, 128>(p, units);
-  if (w.k2 == 8 && bytes) return tile_rows == 256 ? run<8, kDecodeBytes, 256>(p, units) : run<8, kDecodeBytes, 128>(p, units);
-  if (w.k2 == 14 && !bytes) return tile_rows == 256 ? run<14, kDecodePairs, 256>(p, units) : run<14, kDecodePairs, 128>(p, units);
+  p.shrink = bytes ? 1e-4f : 1e-2f;  // any that keeps sums within halves
+  p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale) : 0.f;
+  p.grow = HADAMARD128_SCALE * (bytes ? kMul1Scale : 1.f) / p.shrink;
+  if (w.k2 == 3 && bytes) return run<3, kDecodeBytes>(p);
+  if (w.k2 == 8 && bytes) return run<8, kDecodeBytes>(p);
+  if (w.k2 == 14 && !bytes) return run<14, kDecodePairs>(p);
   return EXL3_UNSUPPORTED;
 }

@@ -128,7 +128,7 @@ def test_ranges(cuda: Library, scale: float) -> None:
     torch.manual_seed(0)
     for codebook in ("mul1", "mcg"):
         w = random_weight(4096, 256, 4, codebook, "cuda")
-        for rows in (1, 8, 32, 128):
+        for rows in (1, 8, 32, 128, 300):
             x = torch.randn(rows, 4096, device="cuda") * scale
             x[:, 77] *= 1000
             assert relative(cuda.linear(x, [w], dtype=torch.float32)[0], exact(x, w)) < EXACT
@@ -143,7 +143,7 @@ def test_not_finite(cuda: Library, value: float) -> None:
     torch.manual_seed(0)
     for codebook in ("mul1", "mcg"):
         w = random_weight(1024, 256, 4, codebook, "cuda")
-        for rows in (2, 5, 20):
+        for rows in (2, 5, 20, 200):
             x = torch.randn(rows, 1024, device="cuda")
             clean = cuda.linear(x, [w], dtype=torch.float32)[0]
             x[1, 77] = value
@@ -188,11 +188,66 @@ def test_prefill_of_many_columns(cuda: Library, rows: int, codebook: str, K: flo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("codebook,K", RATES, ids=str)
+def test_prefill_rates(cuda: Library, no_wgmma: Library, codebook: str, K: float) -> None:
+    """Every rate and codebook with wgmma, in tiles of 128 and of 256 rows, and without; outputs poisoned, results repeat."""
+    torch.manual_seed(int(2 * K))
+    w = random_weight(840, 900, K, codebook, "cuda", bias=True)
+    for rows in (100, 240, 390):
+        x = torch.randn(rows, 840, device="cuda").half()
+        want = exact(x, w)
+        for lib in (cuda, no_wgmma):
+            y = lib.linear(x, [w])[0]
+            assert relative(y, want) < EXACT, rows
+            assert torch.equal(y, lib.linear(x, [w])[0]) and lib.clean("linear")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_in,n_out,rows", [(4000, 250, 300), (384, 17000, 500), (256, 13000, 1000), (7168, 300, 130), (130, 8500, 2500)])
+def test_prefill_shares(cuda: Library, n_in: int, n_out: int, rows: int) -> None:
+    """Fewer tiles than the card has places, a little more, several rounds and a rest: tiles whole and in shares, in the same call."""
+    torch.manual_seed(rows)
+    w = random_weight(n_in, n_out, 4, "mul1", "cuda")
+    x = torch.randn(rows, n_in, device="cuda").half()
+    want = exact(x, w)
+    first = cuda.linear(x, [w])[0]
+    assert relative(first, want) < EXACT
+    out = torch.randn(rows, n_out, device="cuda")
+    want = out.cpu().double() + want
+    cuda.linear(x, [w], outs=[out], accumulate=True)
+    assert relative(out, want) < EXACT
+    for _ in range(3):
+        assert torch.equal(first, cuda.linear(x, [w])[0]) and cuda.clean("linear")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [70, 300])
+@pytest.mark.parametrize("codebook", ["mul1", "3inst"])
+def test_prefill_groups(cuda: Library, no_wgmma: Library, rows: int, codebook: str) -> None:
+    """Groups, and gate with up, at many rows: own and shared input scales, widths of an odd number of blocks."""
+    torch.manual_seed(rows)
+    sizes = [(5000, 4), (128, 4), (600, 4), (3300, 2)]
+    ws = [random_weight(896, n, K, codebook, "cuda", seed=n, bias=n == 600) for n, K in sizes]
+    gate, up = (random_weight(896, 1200, 4, codebook, "cuda", seed=s) for s in (1, 2))
+    norm = torch.rand(896, device="cuda") + 0.5
+    x = torch.randn(rows, 896, device="cuda") * 30
+    for shared in (False, True):
+        if shared:
+            ws, up = [dict(w, suh=ws[0]["suh"]) for w in ws], dict(up, suh=gate["suh"])
+        gated = torch.nn.functional.silu(exact(x, gate, norm)) * exact(x, up, norm)
+        for lib in (cuda, no_wgmma):
+            for y, w in zip(lib.linear(x, ws, norm=norm), ws):
+                assert relative(y, exact(x, w, norm)) < EXACT
+            for dtype in (torch.float16, torch.float32):
+                assert relative(lib.linear(x, [gate, up], norm=norm, activation="silu", dtype=dtype)[0], gated) < 2 * EXACT
+
+
+@pytest.mark.gpu
 def test_replay(cuda: Library) -> None:
     """A recorded call replayed with new contents equals the eager call bit for bit."""
     torch.manual_seed(0)
     w = random_weight(1024, 1024, 4, "mul1", "cuda")
-    for rows in (1, 4, 8, 16, 64):
+    for rows in (1, 4, 8, 16, 64, 200):
         x, y = torch.randn(rows, 1024, device="cuda").half(), torch.empty(rows, 1024, device="cuda", dtype=torch.half)
         cuda.linear(x, [w], outs=[y])
         graph = torch.cuda.CUDAGraph()
