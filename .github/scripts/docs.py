@@ -77,9 +77,8 @@ def gather() -> list[str]:
         for caption, names in NAVIGATION.items():
             listed = "\n".join(n for n in names if f"{n}.md" in known)
             front.write(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n")
-    pictures = list((DOCS / "images").glob("*")) if (DOCS / "images").is_dir() else []
-    for picture in pictures:
-        for folder in (SITE_PAGES / "images", SITE_PAGES / "docs/images"):
+    for picture in DOCS.glob("*.png"):
+        for folder in (SITE_PAGES, SITE_PAGES / "docs"):  # as the pages of docs/ name it, and as the README does
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(picture, folder)
     return dead
