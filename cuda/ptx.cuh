@@ -97,6 +97,22 @@ __device__ __forceinline__ void copy16(void* shared, const void* global) {
 __device__ __forceinline__ void copy4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+template <int BYTES>
+__device__ __forceinline__ void copy_now(void* shared, const void* global) {
+  if constexpr (BYTES == 16)
+    copy16(shared, global);
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES) : "memory");
+}
+// The same, or BYTES (4, 8, 16) zeros where `there` is false; the address must be readable all the same.
+template <int BYTES>
+__device__ __forceinline__ void copy_or_zero(void* shared, const void* global, bool there) {
+  const int n = there ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(n) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(n) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
@@ -125,6 +141,32 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(shared)));
+}
+// The transpose of a matrix of 8 x 8 halves, a row's two columns in each lane.
+__device__ __forceinline__ uint32_t transpose(uint32_t m) {
+  uint32_t t;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
+  return t;
+}
+
+// ------------------------------------------------------------------------------------------------ numbers
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Pairs of halves in a register.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __half2 h = __floats2half2_rn(low, high);
+  return *(const uint32_t*)&h;
+}
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  const __half2 h = __hfma2(*(const __half2*)&a, *(const __half2*)&b, *(const __half2*)&c);
+  return *(const uint32_t*)&h;
+}
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+  const __half2 h = __hmul2(*(const __half2*)&a, *(const __half2*)&b);
+  return *(const uint32_t*)&h;
 }
 
 }  // namespace exl3::ptx

@@ -1,4 +1,4 @@
-// cuda/attention.cu as a function on the CPU; source.inc is made of it by test_cuda_on_cpu.py.
+// cuda/attention.cu and its kernels as a function on the CPU; source.inc is made of it by test_cuda_on_cpu.py.
 #include <stdarg.h>
 
 #include "../../cpp/gpu/plan.h"
@@ -29,6 +29,11 @@ static int plain_attention(const exl3_attention_args*, void*) { return EXL3_UNSU
 #include "source.inc"
 
 namespace exl3 {
+#define X(dim) \
+  AttentionKernels attention_kernels_##dim(AttentionKind kind) { return attention_kernels<dim>(kind); }
+EXL3_HEAD_DIMS(X)
+#undef X
+
 static int launch(const void* kernel, dim3 grid, int threads, int, int, const void* block, cudaStream_t, const char*) {
   cuda_grid = {(int)grid.x, (int)grid.y, (int)grid.z};
   for (int z = 0; z < cuda_grid.z; z++)

@@ -97,6 +97,13 @@ inline void __syncthreads() { exl3::emulator::barrier(); }
 inline void __syncwarp() { exl3::emulator::exchange(0, 0); }
 inline void __threadfence() {}
 inline float __shfl_xor_sync(unsigned, float v, int mask) { return lane_xor(v, mask); }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  int all = v ? 1 << lane_id() : 0;
+  for (int m = 1; m < 32; m <<= 1) all |= lane_xor(all, m);
+  return (unsigned)all;
+}
+inline bool __any_sync(unsigned, bool v) { return __ballot_sync(~0u, v) != 0; }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
 inline int atomicAdd(int* p, int v) {
   const int old = *p;
@@ -128,6 +135,14 @@ void copy_now(void* to, const void* from) {
 }
 inline void copy16(void* to, const void* from) { copy_now<16>(to, from); }
 inline void copy4(void* to, const void* from) { copy_now<4>(to, from); }
+template <int BYTES>
+void copy_or_zero(void* to, const void* from, bool there) {
+  aligned(to, from, BYTES);
+  if (there)
+    memcpy(to, from, BYTES);
+  else
+    memset(to, 0, BYTES);
+}
 inline void copy_commit() {}
 template <int LEFT>
 void copy_wait() {}
@@ -197,6 +212,20 @@ inline void matrices(uint32_t (&r)[4], const void* row, bool transposed) {
 }
 inline void load_matrices(uint32_t (&r)[4], const void* row) { matrices(r, row, false); }
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { matrices(r, row, true); }
+inline uint32_t transpose(uint32_t m) {
+  const int lane = lane_id(), g = lane / 4, q = lane % 4;
+  uint16_t h[2];
+  emulator::with_peers(&m, [&](auto peer) {
+    for (int i = 0; i < 2; i++) h[i] = (uint16_t)(*(const uint32_t*)peer((2 * q + i) * 4 + g / 2) >> (16 * (g % 2)));
+  });
+  return h[0] | (uint32_t)h[1] << 16;
+}
+inline float exp2(float x) { return exp2f(x); }
+inline uint32_t pack(float low, float high) { return float_to_half(low) | (uint32_t)float_to_half(high) << 16; }
+inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  return pack(half_of(a, 0) * half_of(b, 0) + half_of(c, 0), half_of(a, 1) * half_of(b, 1) + half_of(c, 1));
+}
+inline uint32_t multiply(uint32_t a, uint32_t b) { return pack(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 }  // namespace ptx
 
 // Runs one block to its end.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_attention as test_attention_on_card
 import test_portable
 import torch
 from harness import ROOT, Library, exact_weight, random_weight, relative
@@ -17,12 +18,14 @@ from exl3.ops import blocks, reference
 
 HERE = Path(__file__).parent
 
+ATTENTION = [f"attention{name}" for name in (".h", "_codes.cuh", "_fetch.cuh", "_decode.cuh", "_prefill.cuh", ".cu")]
+
 pytestmark = pytest.mark.slow
 
 
 def as_cpp(text: str) -> str:
     """A CUDA source as C++ for cuda_on_cpu.h."""
-    ours = r"cuda_runtime\.h|cuda_fp16\.h|\w+\.cuh|(?:parts|product|wide)\.h|\.\./cpp/gpu/\w+\.h"
+    ours = r"cuda_runtime\.h|cuda_fp16\.h|\w+\.cuh|(?:parts|product|wide|attention|stdint|exl3/ops)\.h|\.\./cpp/gpu/\w+\.h"
     text = re.sub(rf'#include [<"](?:{ours})[>"]\n', "", text)
     text = text.replace("#pragma once", "").replace("#ifdef __CUDACC__", "#if 1")
     text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?uint8_t (\w+)\[\];", r"uint8_t* \1 = shared_space;", text)
@@ -61,7 +64,7 @@ class WithAttention:
 
 @pytest.fixture(scope="module")
 def attention(emulated: Library, tmp_path_factory: Any) -> WithAttention:
-    return WithAttention(emulated, compiled(tmp_path_factory.mktemp("attention"), "cuda_attention_on_cpu", ["attention.cu"]))
+    return WithAttention(emulated, compiled(tmp_path_factory.mktemp("attention"), "cuda_attention_on_cpu", ATTENTION))
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +107,22 @@ def test_wide(
     )  # fmt: skip
     assert wide.on_cpu(block) == 0
     assert relative(y, want) < (4e-3 if dtype == torch.bfloat16 else 7e-4)
+
+
+@pytest.mark.parametrize(
+    "dim,heads,kv,bits,options",
+    [
+        (128, 2, 1, (16, 16), {}),
+        (64, 3, 1, (4, 5), {"softcap": 20.0}),
+        (96, 2, 1, (8, 3), {"window": 33, "with_sinks": True}),
+        (192, 1, 1, (7, 6), {}),
+    ],
+    ids=str,
+)
+def test_prefill(attention: WithAttention, dim: int, heads: int, kv: int, bits: tuple[int, int], options: dict[str, Any]) -> None:
+    test_attention_on_card.check(attention, dim, heads, kv, bits, test_attention_on_card.CHUNKS, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [4, 5, 16])
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(attention: WithAttention, bits: int) -> None:
+    test_attention_on_card.same_beside_others(attention, bits, 3, 1, dim=64)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ class Batch:
     """rotary tables of this step by kind, filled by the model"""
     elsewhere: dict[torch.device, Batch] = field(default_factory=dict)
     """copies on other devices"""
+    runs: list[tuple[int, int]] | None = None
+    """(first position, tokens) of each row in order, where the host knows them and no padding follows: prefill; None: a recorded step"""
 
     @property
     def tokens(self) -> int:
@@ -116,4 +118,5 @@ class Batch:
             block_table=ints(table_rows).view(len(pages), width),
             logits_at=ints(last) if logits == "last" else None,
             cache=cache,
+            runs=[(start, len(row)) for row, start in zip(rows, starts, strict=True)],
         )

@@ -63,6 +63,7 @@ def packed_batch(
         block_table=put(table),
         logits_at=put(list(logits_at)),
         cache=cache,
+        runs=[(start, n) for (_, start, _), n in zip(rows, sizes)],
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl3.errors import ArgumentError
-from exl3.ops import blocks, checks, native, reference
+from exl3.ops import blocks, checks, native, reference, staging
 from exl3.ops.reference import PAGE, sdpa
 
 __all__ = ["attention", "cache_append", "cache_read", "sdpa"]
@@ -76,16 +76,32 @@ def attention(
     op = native.serving("attention", q, layer.k, batch.positions, sinks)
     if op is None:
         return reference.attention(q, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    q_stride = checks.heads("attention", "q", q)
-    tokens, heads, head_dim = q.shape
+    checks.heads("attention", "q", q)
+    heads, head_dim = q.shape[1:]
     if head_dim != layer.head_dim or heads % layer.kv_heads:
         raise ArgumentError(f"attention: q {tuple(q.shape)} does not fit a cache of {layer.kv_heads} heads of {layer.head_dim}")
     if sinks is not None:
         checks.tensor("attention", "sinks", sinks, checks.F32, shape=(heads,), dense=True)
+
+    def attend(q: Tensor, layer: Any, batch: Any) -> Tensor:
+        return _attention(op, q, layer, batch, scale, window, softcap, sinks)
+
+    if q.device.type == "cuda" and not torch.version.hip and staging.wanted(layer, batch, plan := staging.plan()):
+        return staging.attention(
+            q, layer, batch, plan, attend, cache_read, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )  # fmt: skip
+    return attend(q, layer, batch)
+
+
+def _attention(
+    op: native.Operation, q: Tensor, layer: Any, batch: Any, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """The native operation."""
+    tokens, heads, head_dim = q.shape
     positions, token_row, table, table_stride = _indices("attention", tokens, batch)
     y = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     head = (
-        *_layer(layer), q.data_ptr(), y.data_ptr(), q_stride, heads * head_dim, positions, token_row, table,
+        *_layer(layer), q.data_ptr(), y.data_ptr(), q.stride(0), heads * head_dim, positions, token_row, table,
         0 if sinks is None else sinks.data_ptr(),
     )  # fmt: skip
     tail = (tokens, heads, table_stride, blocks.DTYPES[q.dtype], scale, softcap, window)
@@ -96,18 +112,37 @@ def attention(
     return y
 
 
-def cache_read(layer: Any, block_table_row: Tensor, start: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+def cache_read(
+    layer: Any,
+    block_table_row: Tensor,
+    start: int,
+    count: int,
+    dtype: torch.dtype = torch.float16,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Positions start .. start+count-1 of the row whose pages block_table_row int32 `(pages,)` lists -> (k, v), each
-    `(count, kv_heads, head_dim)` of `dtype`, decoded."""
+    `(count, kv_heads, head_dim)` of `dtype`, decoded. `out`: two dense tensors of that dtype with room for them, filled from the front."""
     op = native.serving("cache_read", layer.k, block_table_row)
+    shape = (count, layer.kv_heads, layer.head_dim)
+    if out is not None:
+        for name, t in zip(("out[0]", "out[1]"), out, strict=True):
+            checks.tensor("cache_read", name, t, (dtype,), ndim=3, dense=True)
+            if t.shape[0] < count or t.shape[1:] != shape[1:] or t.device != layer.k.device:
+                raise ArgumentError(f"cache_read: {name} {tuple(t.shape)} on {t.device} has no room for {shape} on {layer.k.device}")
     if op is None:
-        return reference.cache_read(layer, block_table_row, start, count, dtype)
+        found = reference.cache_read(layer, block_table_row, start, count, dtype)
+        if out is None:
+            return found
+        for t, x in zip(out, found, strict=True):
+            t[:count].copy_(x)
+        return out[0][:count], out[1][:count]
     checks.tensor("cache_read", "block_table_row", block_table_row, checks.I32, ndim=1, dense=True)
     if start < 0 or count < 0 or start + count > block_table_row.shape[0] * PAGE:
         raise ArgumentError(f"cache_read: positions {start} .. {start + count - 1} are outside the row's {block_table_row.shape[0]} pages")
     if dtype not in blocks.DTYPES:
         raise ArgumentError(f"cache_read: dtype must be float32, float16 or bfloat16, got {dtype}")
-    k, v = (torch.empty((count, layer.kv_heads, layer.head_dim), dtype=dtype, device=layer.k.device) for _ in range(2))
+    k, v = (torch.empty(shape, dtype=dtype, device=layer.k.device) for _ in range(2)) if out is None else (t[:count] for t in out)
     block = blocks.CACHE_READ.pack(
         *_layer(layer), k.data_ptr(), v.data_ptr(), block_table_row.data_ptr(), start, count, blocks.DTYPES[dtype]
     )

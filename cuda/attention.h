@@ -1,0 +1,78 @@
+// Attention over the paged cache: what its kernels and their launches share.
+#pragma once
+#include <stdint.h>
+
+#include "exl3/ops.h"
+
+namespace exl3 {
+
+// Decode: a block of four warps takes one key/value head, up to eight query rows that share it (its heads times consecutive tokens of one row
+// of the batch) and every `active`-th unit of positions; each warp has a run of each unit: 16 positions of fp16, 32 of codes.
+constexpr int kDecodeWarps = 4, kColumns = 8, kMostSplits = 128;
+__host__ __device__ constexpr int decode_run(bool codes) { return codes ? 32 : 16; }
+
+// A head's keys or values of one position as the cache holds them, and in shared memory.
+struct AttentionSide {
+  int32_t bits, row_bytes;              // 16, or the bits of a code; bytes without scales
+  int32_t piece, pieces;                // bytes of a copy, copies of a row
+  int32_t pass_rows;                    // rows that all threads copy at once
+  int32_t pitch, scales, bytes;         // bytes between rows; where the scales of a tile start; bytes of a tile
+};
+
+// Bytes of a head's scales of one position in shared memory: whole words, one more where a row may start at an odd half.
+__host__ __device__ constexpr int scale_pitch(int head_dim) {
+  return head_dim % 64 ? (head_dim / 32 * 2 + 2 + 3) / 4 * 4 : head_dim / 32 * 2;
+}
+// Halves between rows of queries or of fp16 keys and values in shared memory: ldmatrix without bank conflicts.
+__host__ __device__ constexpr int half_pitch(int head_dim) { return head_dim + 8; }
+
+// Tiles of `rows` positions, copied by `threads`.
+__host__ __device__ constexpr AttentionSide make_side(int head_dim, int bits, int rows, int threads) {
+  AttentionSide s{};
+  s.bits = bits;
+  s.row_bytes = head_dim * bits / 8;
+  s.piece = s.row_bytes & -s.row_bytes;
+  if (s.piece > 16) s.piece = 16;
+  s.pieces = s.row_bytes / s.piece;
+  s.pass_rows = threads / s.pieces;
+  s.pitch = bits == 16 ? half_pitch(head_dim) * 2 : ((s.row_bytes + 15) / 16 | 1) * 16;  // an odd number of 16 bytes: no bank conflicts
+  s.scales = rows * s.pitch;
+  s.bytes = s.scales + (bits == 16 ? 0 : rows * scale_pitch(head_dim));
+  return s;
+}
+
+struct AttentionParams {
+  exl3_attention_args a;
+  AttentionSide side[2];                // keys, values
+  float* partial;                       // [token][head][split][head_dim]: sums not divided yet
+  float* stats;                         // [token][head][split][2]: highest score (times log2 e) and sum of weights
+  int32_t* counters;                    // [token][kv head * chunk], zero before and after
+  uint32_t ones;                        // 0x3c003c00; see attention_codes.cuh
+  int32_t splits, group, chunks, tokens_a_tile, stages, least;  // most splits; heads of a kv head, in chunks of at most kColumns
+};
+
+// Where the ring of the decode kernel starts: behind the queries and their sums.
+__host__ __device__ constexpr int decode_ring(int head_dim) { return kColumns * (half_pitch(head_dim) * 2 + head_dim / 32 * 4); }
+
+// ------------------------------------------------------------------------------------------------ prefill
+constexpr int kPrefillRows = 128, kPositions = 64;  // query rows of a block, positions of a tile
+
+// Bytes of shared memory: queries; then two stages of keys and values, or one decoded pair and two stages as stored.
+inline int prefill_shared(int head_dim, const AttentionSide (&s)[2], bool codes) {
+  const int side = kPositions * half_pitch(head_dim) * 2, query = kPrefillRows * half_pitch(head_dim) * 2;
+  return codes ? query + 2 * side + 2 * (s[0].bytes + s[1].bytes) : query + 4 * side;
+}
+
+// Kernels of a head size: for fp16, for codes of any bits, and for decode of codes with 4 or 8 bits on both sides, not companded.
+enum AttentionKind { kHalves = 16, kAnyCodes = 0, kFourBits = 4, kEightBits = 8 };
+struct AttentionKernels {
+  const void *decode, *prefill;
+  int prefill_threads;
+};
+// The head sizes that have kernels; attention_dim.cu is compiled once for each.
+#define EXL3_HEAD_DIMS(X) X(64) X(96) X(128) X(192) X(256)
+#define X(dim) AttentionKernels attention_kernels_##dim(AttentionKind kind);
+EXL3_HEAD_DIMS(X)
+#undef X
+
+}  // namespace exl3
