@@ -232,8 +232,7 @@ def test_two_segments_on_one_card(directory, model):
 @pytest.mark.parametrize("through_host", ["", "1"])
 def test_two_cards(directory, model, monkeypatch, through_host):
     monkeypatch.setenv("EXLLAMA_NO_P2P_COPY", through_host)
-    several = load(directory, "cuda:0,cuda:1")
-    assert [len(stage.blocks) for stage in several.stages] == [2, 2]
+    several = load(directory, "cuda:0,cuda:1", split=[2, 2])
     check_split(model, several, ["cuda:0", "cuda:1"])
     assert [str(layer.k.device) for layer in Cache(several, 256, several.device).layers] == ["cuda:0"] * 2 + ["cuda:1"] * 2
 

@@ -98,6 +98,8 @@ def test_a_plan_has_each_device_s_part(directory: Path, room: dict[str, int]) ->
     assert [(part.device, part.layers) for part in p.parts] == [("cuda:0", 2), ("cuda:1", 5), ("cpu", 1)]
     assert p.device == "cuda:0,cuda:1,cpu" and p.fits
     assert p.cache_bytes == sum(part.cache_bytes for part in p.parts) and p.parts[1].cache_bytes == 5 * p.parts[2].cache_bytes
+    staged = plan(directory, "cuda:0,cpu", 512, 8, 4, split=[4, 4])
+    assert [part.workspace_bytes for part in staged.parts] == [4 * 2 * 16 * 256 * 256, 0]  # the default window: 256 pages
     room["cuda:1"] = p.parts[1].total_bytes - 1
     assert not plan(directory, "cuda:0,cuda:1,cpu", 512, split=[2, 5, 1]).fits
     with pytest.raises(ResourceError, match=r"cache: 512 tokens at 16 bits need .* GiB on cpu, 0\.00 GiB are free"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from exl3.cache import Cache
+from exl3.cache import PAGE, Cache
 from exl3.errors import ResourceError
+from exl3.ops import staging
 from exl3.ops.memory import available_bytes, reserve_bytes
 
 
@@ -52,6 +54,12 @@ def card_workspace_bytes(model: Any, dense: bool, tokens: int = 2048) -> int:
     tables = sum(rotary.dim for rotary in model.rotaries.values())
     chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp) + (0 if dense else rotated))
     return int(max(chunk, 4 * 64 * c.vocab_size) + GRAPHS)
+
+
+def staging_bytes(shapes: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the fp16 window through which a card prefills over a quantized cache of (kv_heads, head_dim) layers; see ops.staging."""
+    plan = staging.plan()
+    return max((4 * heads * dim * PAGE * plan.pages for heads, dim in shapes), default=0) if plan.mode else 0
 
 
 def check(need: Need, device: torch.device | str, what: str) -> None:

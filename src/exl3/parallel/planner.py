@@ -111,14 +111,16 @@ def plan(
 def _part(share: Share, tokens: int, k_bits: int, v_bits: int) -> DevicePlan:
     per_token = share.cache_bytes_per_token(k_bits, v_bits)
     cache = -(-tokens // PAGE) * PAGE * per_token
+    staged = share.device.type == "cuda" and not k_bits == v_bits == 16
+    workspace = share.workspace_bytes + (memory.staging_bytes(share.cache_shapes) if staged else 0)
     return DevicePlan(
         device=str(share.device),
         layers=share.blocks,
         weights_bytes=share.weights_bytes,
         cache_token_bytes=per_token,
         cache_bytes=cache,
-        workspace_bytes=share.workspace_bytes,
-        total_bytes=share.weights_bytes + cache + share.workspace_bytes,
+        workspace_bytes=workspace,
+        total_bytes=share.weights_bytes + cache + workspace,
         available_bytes=memory.available_bytes(share.device),
         reserve_bytes=memory.reserve_bytes(share.device),
     )
