@@ -72,8 +72,7 @@ __device__ __forceinline__ void keep(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
 template <int K2, int MODE, int NB>
-__global__ void __launch_bounds__(kWarps * 32)
-    even_kernel(const __grid_constant__ EvenParams p) {
+__global__ void __launch_bounds__(kWarps * 32) even_kernel(const __grid_constant__ EvenParams p) {
 #if __CUDA_ARCH__ >= 800
   using T = EvenTraits<K2, NB>;
   extern __shared__ __align__(128) uint8_t shared[];

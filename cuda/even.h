@@ -42,7 +42,7 @@ inline __host__ __device__ int first_work(const EvenParams& p, int block) { retu
 
 // The operand image: for each 16 inputs and column (a row of x) four times four halves, one a lane q: inputs 2q, 2q+1, 2q+8, 2q+9.
 inline constexpr __host__ __device__ int warps_across(int nb) { return nb >= 4 ? 4 : 2; }  // share the 128 columns; the others the rows of tiles
-inline constexpr __host__ __device__ int ring_slot(int k2) { return 64 * k2; }              // bytes of a warp: four tiles
+inline constexpr __host__ __device__ int ring_slot(int k2) { return 64 * k2; }             // bytes of a warp: four tiles
 // Row warps that write their sums side by side.
 inline constexpr __host__ __device__ int exchange_slots(int nb) { return nb == 2 ? 4 : nb == 4 ? 2 : 1; }
 

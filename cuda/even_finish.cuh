@@ -11,8 +11,7 @@ __device__ __forceinline__ void send(float* to, const float (&v)[4]) {
 }
 __device__ __forceinline__ float4 receive(float* from) {
   float4 v;
-  do
-    v = ptx::load_relaxed(from);
+  do v = ptx::load_relaxed(from);
   while (__float_as_uint(v.x) == 0 || __float_as_uint(v.y) == 0 || __float_as_uint(v.z) == 0 || __float_as_uint(v.w) == 0);
   *(float4*)from = make_float4(0.f, 0.f, 0.f, 0.f);
   return v;

@@ -89,7 +89,7 @@ __device__ __forceinline__ float4 load_norm(const float* w, int i, int n) {
 
 // Norm, scales, rotation, operands: block (row, rotation). Also the row's scale and running sums. The norm's factor goes to the scale.
 static __global__ void __launch_bounds__(kWarps * 32, 2) prepare_even(const __grid_constant__ EvenParams p) {
-  extern __shared__ __align__(16) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ InputSpace space;
   float* sums = (float*)shared;
   const int row = blockIdx.x, rotation = blockIdx.y;

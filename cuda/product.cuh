@@ -163,7 +163,7 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
 // The same as a kernel of its own: block (slice, row, rotation).
 template <int MODE>
 __global__ void __launch_bounds__(kWarps * 32, 2) prepare_input(const __grid_constant__ ProductParams p) {
-  extern __shared__ __align__(16) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ InputSpace space;
   ptx::launch_dependents();
   clear(space);

@@ -16,7 +16,7 @@ static int run(EvenParams p, int blocks) {
   for (int rotation = 0; rotation < p.rotations; rotation++)
     for (int row = 0; row < p.rows; row++) {
       cuda_block = {row, rotation, 0};
-      run_cuda_block(kWarps * 32, [&] { prepare_even(p); });
+      run_cuda_block(even::kWarps * 32, [&] { prepare_even(p); });
     }
   const int work = p.first_group[p.count] * p.segments * p.blocks;
   blocks = min(blocks, work);
@@ -26,7 +26,7 @@ static int run(EvenParams p, int blocks) {
   p.inbox = inbox.data();
   for (int b = 0; b < blocks; b++) {  // in this order no block waits: sums travel upwards
     cuda_block = {b, 0, 0};
-    run_cuda_block(kWarps * 32, [&] { even_kernel<K2, MODE, NB>(p); });
+    run_cuda_block(even::kWarps * 32, [&] { even_kernel<K2, MODE, NB>(p); });
   }
   for (float v : inbox)
     if (__float_as_uint(v)) return -1;  // left behind

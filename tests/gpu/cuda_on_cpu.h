@@ -66,6 +66,7 @@ template <class T>
 T __ldcg(const T* p) {
   return *p;
 }
+inline int __float2int_rn(float f) { return isnan(f) ? 0 : (int)lrintf(f); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r = 0;
   for (int i = 0; i < 4; i++) {
@@ -124,6 +125,11 @@ T __shfl_up_sync(unsigned, T v, int by) {
   return v;
 }
 inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
+inline int atomicMax(int* p, int v) {
+  const int old = *p;
+  *p = max(old, v);
+  return old;
+}
 inline int atomicAdd(int* p, int v) {
   const int old = *p;
   *p += v;

@@ -68,6 +68,11 @@ def attention(emulated: Library, tmp_path_factory: Any) -> WithAttention:
 
 
 @pytest.fixture(scope="module")
+def product(tmp_path_factory: Any) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("product"), "cuda_product_on_cpu", ["product.h", "trellis.cuh", "product.cuh"])
+
+
+@pytest.fixture(scope="module")
 def even(tmp_path_factory: Any) -> ctypes.CDLL:
     sources = ["product.h", "trellis.cuh", "even.h", "even_input.cuh", "even_finish.cuh", "even.cuh"]
     return compiled(tmp_path_factory.mktemp("even"), "cuda_even_on_cpu", sources)
@@ -134,22 +139,10 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(attention: WithAttent
     test_attention_on_card.same_beside_others(attention, bits, 3, 1, dim=64)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "codebook,K,rows,n_in,sizes,activation,grid",
-    [
-        ("mul1", 4, 9, 1000, [700], None, 7),  # runs that end in the middle of column groups
-        ("mul1", 4, 12, 300, [256, 130], None, 13),  # more blocks than column groups; a group of matrices
-        ("mul1", 4, 20, 384, [300, 300], "silu", 4),
-        ("mul1", 1.5, 40, 1100, [128], None, 3),
-        ("mul1", 4, 9, 8400, [128], None, 2),  # more input than stays in registers
-        ("3inst", 7, 12, 520, [260], None, 4),
-        ("mcg", 7, 16, 384, [200, 200], "gelu_tanh", 5),
-    ],
-)
-@pytest.mark.parametrize("shared", [True, False])
-def test_even(
-    even: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, grid: int, shared: bool
+def check_group(
+    library: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, grid: int, shared: bool
 ) -> None:
+    """A group of matrices, or gate and up, behind a norm; outputs poisoned."""
     torch.manual_seed(rows)
     ws = [random_weight(n_in, n, K, codebook, "cpu", bias=True, seed=i) for i, n in enumerate(sizes)]
     if shared:
@@ -167,6 +160,43 @@ def test_even(
         x.data_ptr(), norm.data_ptr(), *(ctypes.addressof(s) for s in structs), *pad, *(y.data_ptr() for y in ys), *gap, n_in,
         *(y.stride(0) for y in ys), *gap, 0, 0, 1e-5, rows, len(ws), 0, 0, 2, shared or len(ws) == 1, blocks.ACTIVATIONS[activation], 0,
     )  # fmt: skip
-    assert even.on_cpu(block, grid) == 0
+    assert library.on_cpu(block, grid) == 0
     for y, want in zip(ys, wants):
         assert relative(y, want) < (1e-3 if activation else 5e-4)
+
+
+@pytest.mark.parametrize(
+    "codebook,K,rows,n_in,sizes,activation,slices",
+    [
+        ("mul1", 4, 1, 1000, [700], None, 3),
+        ("mul1", 4, 5, 300, [256, 130], None, 2),
+        ("mul1", 4, 3, 700, [300, 300], "silu", 4),
+        ("mul1", 1.5, 2, 1200, [128], None, 1),
+        ("mcg", 7, 2, 520, [100], None, 2),
+        ("3inst", 7, 6, 520, [260, 100], None, 5),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_product(
+    product: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, slices: int, shared: bool
+) -> None:
+    check_group(product, codebook, K, rows, n_in, sizes, activation, slices, shared)
+
+
+@pytest.mark.parametrize(
+    "codebook,K,rows,n_in,sizes,activation,grid",
+    [
+        ("mul1", 4, 9, 1000, [700], None, 7),  # runs that end in the middle of column groups
+        ("mul1", 4, 12, 300, [256, 130], None, 13),  # more blocks than column groups; a group of matrices
+        ("mul1", 4, 20, 384, [300, 300], "silu", 4),
+        ("mul1", 1.5, 40, 1100, [128], None, 3),
+        ("mul1", 4, 9, 8400, [128], None, 2),  # more input than stays in registers
+        ("3inst", 7, 12, 520, [260], None, 4),
+        ("mcg", 7, 16, 384, [200, 200], "gelu_tanh", 5),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_even(
+    even: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, grid: int, shared: bool
+) -> None:
+    check_group(even, codebook, K, rows, n_in, sizes, activation, grid, shared)
