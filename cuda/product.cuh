@@ -130,9 +130,17 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
         }
       } else {
         const float scale = power_of_two(half_shift(largest));
+        float sum = 0.f;
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          *(__half2*)(out + r * 32 + (2 * (c & 1) + half) * 8 + (c >> 1) * 4) = __floats2half2_rn(v[2 * half] * scale, v[2 * half + 1] * scale);
+        for (int half = 0; half < 2; half++) {
+          const __half2 h = __floats2half2_rn(v[2 * half] * scale, v[2 * half + 1] * scale);
+          sum += __low2float(h) + __high2float(h);
+          *(__half2*)(out + r * 32 + (2 * (c & 1) + half) * 8 + (c >> 1) * 4) = h;
+        }
+        if (MODE == kDecodeBytes) {  // partial sums stay with their block: added up in order below
+          sum = warp_sum(sum);
+          if (lane == 0) stage[(r * blocks + b) * 128] = sum;
+        }
       }
     }
     if constexpr (MODE == kBytes) {
@@ -155,6 +163,8 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
       s.sum_low = space.low[r];
     } else {
       s.scale = power_of_two(-half_shift(largest));
+      if (MODE == kDecodeBytes)
+        for (int b = 0; b < blocks; b++) s.sum += stage[(r * blocks + b) * 128];
     }
     scales[(int64_t)r * scale_stride] = s;  // read after the barriers that follow the products
   }
@@ -163,16 +173,20 @@ __device__ inline void prepare_slice(const ProductParams& p, const uint16_t* suh
 // The same as a kernel of its own: block (slice, row, rotation).
 template <int MODE>
 __global__ void __launch_bounds__(kWarps * 32, 2) prepare_input(const __grid_constant__ ProductParams p) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(16) uint8_t shared[];
   __shared__ InputSpace space;
   ptx::launch_dependents();
   clear(space);
   __syncthreads();
   ptx::wait_for_previous();
   const int slice = blockIdx.x, row = blockIdx.y, rotation = blockIdx.z;
-  uint8_t* image = p.image + ((int64_t)rotation * p.blocks + slice_begin(p, slice)) * 8 * p.image_columns * image_column_bytes(MODE);
+  const int wide = MODE >= kDecodeBytes;  // rows in tiles of image_columns; else columns: planes times rows
+  const int tile = wide ? row / p.image_columns : 0, column = wide ? row % p.image_columns : row;
+  const int64_t tile_rows = p.blocks * 8;
+  const int tiles = wide ? (p.rows + p.image_columns - 1) / p.image_columns : 1;
+  uint8_t* image = p.image + ((int64_t)(rotation * tiles + tile) * tile_rows + slice_begin(p, slice) * 8) * p.image_columns * image_column_bytes(MODE);
   SliceScale* scale = p.scales + ((int64_t)rotation * p.rows + row) * p.slices + slice;
-  prepare_slice<MODE>(p, p.matrix[rotation].suh, slice, row, 1, row, p.image_columns, (float*)shared, image, scale, 0, space, false);
+  prepare_slice<MODE>(p, p.matrix[rotation].suh, slice, row, 1, column, p.image_columns, (float*)shared, image, scale, 0, space, false);
 }
 
 // ------------------------------------------------------------------------------------------------ the ring of one warp
@@ -203,33 +217,36 @@ template <int K2, int MODE, int NB>
 struct ProductTraits {
   using Sum = typename std::conditional<MODE == kBytes, int, float>::type;
   // three blocks leave room for the next kernel's first ones
-  static constexpr int kBlocksPerSm = NB == 1 ? 3 : 2;
+  static constexpr int kBlocksPerSm = NB >= 4 ? 1 : MODE < kDecodeBytes && NB == 1 ? 3 : 2;
 };
 
 template <int K2, int MODE, int NB>
 __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlocksPerSm) product_kernel(const __grid_constant__ ProductParams p) {
 #if __CUDA_ARCH__ >= 800
   using Sum = typename ProductTraits<K2, MODE, NB>::Sum;
-  constexpr int kTileRow = 128 * K2, kIn = rows_in_slot(K2), kSlot = kIn * kTileRow;
+  constexpr int kTileRow = 128 * K2, kIn = rows_in_slot(K2), kImage = MODE >= kDecodeBytes ? NB * 8 * 32 : 0, kSlot = kIn * (kTileRow + kImage);
+  constexpr bool kResident = MODE < kDecodeBytes;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ InputSpace space;
-  __shared__ SliceScale scales[2][kRows];
+  __shared__ SliceScale scales[2][kResident ? kRows : 1];
 #if __CUDA_ARCH__ >= 900
   __shared__ __align__(8) uint64_t image_full, received_full;
 #endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int slice = blockIdx.x, unit = blockIdx.y;
+  const int slice = blockIdx.x, unit = blockIdx.y, row_tile = blockIdx.z;
   int m = 0;
   while (m + 1 < p.count && unit >= p.first_group[m + 1]) m++;
   const int group = unit - p.first_group[m];
-  const int rows = min(p.rows, kRows), columns = p.image_columns;
-  const ProductShared layout = product_shared(p, K2, MODE, columns, p.rows);
+  const int row0 = kResident ? 0 : row_tile * NB * 8, rows = min(p.rows - row0, kResident ? kRows : NB * 8);
+  const int columns = kResident ? p.image_columns : NB * 8;
+  const ProductShared layout = product_shared(p, K2, MODE, columns, kResident ? p.rows : NB * 8);
   const int begin = slice_begin(p, slice), blocks = slice_begin(p, slice + 1) - begin;
   const bool two_images = p.rotations > 1 && p.segments > 1;
 
   uint8_t* ring = shared + warp * p.ring_slots * kSlot;
   const int steps = (blocks + kIn - 1) / kIn;  // of a segment
   const int64_t image_row = (int64_t)columns * image_column_bytes(MODE);
+  const int row_tiles = kResident ? 1 : (p.rows + NB * 8 - 1) / (NB * 8);
   const int64_t image_size = (int64_t)p.blocks * 8 * image_row;
   Feed<kTileRow, kIn> weights;
   auto open_weights = [&](Feed<kTileRow, kIn>& f, int segment) {
@@ -241,6 +258,14 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     f.segment = segment;
   };
   open_weights(weights, 0);
+  Feed<kImage, kIn> inputs;
+  auto open_inputs = [&](Feed<kImage, kIn>& f, int segment) {
+    const int rotation = two_images ? segment : p.rotations > 1 ? m : 0;
+    f.next = p.image + (rotation * row_tiles + row_tile) * image_size + (begin * 8 + warp) * image_row + lane * 16;
+    f.pitch = (int)(8 * image_row);
+    f.left = blocks;
+    f.segment = segment;
+  };
 
   const int each = (rows + p.slices - 1) / p.slices;                         // rows a slice finishes at most
   const int finishes = slice < rows ? (rows - slice - 1) / p.slices + 1 : 0;  // and this one: rows slice, slice + slices, ...
@@ -252,11 +277,11 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     if (i < blocks * 2) ptx::prefetch(w.suh + begin * 128 + i * 64);
     if (i < 2) ptx::prefetch(w.svh + group * 128 + i * 64);
   }
-  clear(space);
+  if constexpr (kResident) clear(space);
 #pragma unroll
   for (int i = 0; i < kRingSlots; i++) {  // one group of copies a step, empty ones too: so the oldest of the last three is the next step's
     if (i < p.ring_slots) weights.fill(ring + i * kSlot + lane * 16, lane, p.segments, open_weights);
-    ptx::copy_commit();
+    if (kResident) ptx::copy_commit();
   }
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
@@ -271,42 +296,52 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
   __syncthreads();
 #endif
   ptx::wait_for_previous();
+  if constexpr (!kResident) {
+    open_inputs(inputs, 0);
+#pragma unroll
+    for (int i = 0; i < kRingSlots; i++) {
+      if (i < p.ring_slots) inputs.fill(ring + i * kSlot + kIn * kTileRow + lane * 16, lane, p.segments, open_inputs);
+      ptx::copy_commit();
+    }
+  }
 
   // the input of this slice: rotated here, or fetched
   float* exchange = (float*)(shared + layout.exchange);
   uint8_t* image = shared + layout.image;
-  const int images = two_images ? 2 : 1;
-  const int64_t slice_bytes = (int64_t)blocks * 8 * image_row;
-  if (p.fused) {
-    for (int i = 0; i < images; i++) {
-      if (i > 0) {
-        __syncthreads();
-        clear(space);
-        __syncthreads();
+  if constexpr (kResident) {
+    const int images = two_images ? 2 : 1;
+    const int64_t slice_bytes = (int64_t)blocks * 8 * image_row;
+    if (p.fused) {
+      for (int i = 0; i < images; i++) {
+        if (i > 0) {
+          __syncthreads();
+          clear(space);
+          __syncthreads();
+        }
+        prepare_slice<MODE>(p, p.matrix[two_images ? i : p.rotations > 1 ? m : 0].suh, slice, 0, p.rows, 0, columns, exchange,
+                            image + i * slice_bytes, scales[i], 1, space, i > 0);
       }
-      prepare_slice<MODE>(p, p.matrix[two_images ? i : p.rotations > 1 ? m : 0].suh, slice, 0, p.rows, 0, columns, exchange,
-                          image + i * slice_bytes, scales[i], 1, space, i > 0);
-    }
-  } else {
-    for (int i = 0; i < images; i++) {
-      const int rotation = two_images ? i : p.rotations > 1 ? m : 0;
-      const uint8_t* from = p.image + rotation * image_size + begin * 8 * image_row;
+    } else {
+      for (int i = 0; i < images; i++) {
+        const int rotation = two_images ? i : p.rotations > 1 ? m : 0;
+        const uint8_t* from = p.image + rotation * image_size + begin * 8 * image_row;
 #if __CUDA_ARCH__ >= 900
-      if (threadIdx.x == 0) {
-        if (i == 0) ptx::barrier_expect(&image_full, (int)slice_bytes * images);
-        for (int64_t at = 0; at < slice_bytes; at += 32768)
-          ptx::bulk_load(image + i * slice_bytes + at, from + at, (int)min((int64_t)32768, slice_bytes - at), &image_full);
+        if (threadIdx.x == 0) {
+          if (i == 0) ptx::barrier_expect(&image_full, (int)slice_bytes * images);
+          for (int64_t at = 0; at < slice_bytes; at += 32768)
+            ptx::bulk_load(image + i * slice_bytes + at, from + at, (int)min((int64_t)32768, slice_bytes - at), &image_full);
+        }
+#else
+        for (int64_t at = threadIdx.x * 16; at < slice_bytes; at += kWarps * 32 * 16) *(uint4*)(image + i * slice_bytes + at) = *(const uint4*)(from + at);
+#endif
+        if (threadIdx.x < p.rows) scales[i][threadIdx.x] = p.scales[((int64_t)rotation * p.rows + threadIdx.x) * p.slices + slice];
       }
-#else
-      for (int64_t at = threadIdx.x * 16; at < slice_bytes; at += kWarps * 32 * 16) *(uint4*)(image + i * slice_bytes + at) = *(const uint4*)(from + at);
-#endif
-      if (threadIdx.x < p.rows) scales[i][threadIdx.x] = p.scales[((int64_t)rotation * p.rows + threadIdx.x) * p.slices + slice];
-    }
 #if __CUDA_ARCH__ >= 900
-    ptx::barrier_wait(&image_full, 0);
+      ptx::barrier_wait(&image_full, 0);
 #else
-    __syncthreads();
+      __syncthreads();
 #endif
+    }
   }
 
   const Run<K2> run(lane);
@@ -344,12 +379,16 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
             const uint32_t v = *(const uint32_t*)(operand + n * 128);
 #pragma unroll
             for (int e = 0; e < 4; e++) b[n][e] = __byte_perm(v, 0, 0x1111 * e);
-          } else {
+          } else if constexpr (MODE == kPairs) {
             const uint2 v = *(const uint2*)operand;
             b[n][0] = __byte_perm(v.x, 0, 0x1010);
             b[n][1] = __byte_perm(v.x, 0, 0x3232);
             b[n][2] = __byte_perm(v.y, 0, 0x1010);
             b[n][3] = __byte_perm(v.y, 0, 0x3232);
+          } else {
+            const uint2 v = *(const uint2*)(in_slot + kIn * kTileRow + r * kImage + (n * 8 + g) * 32 + q * 8);
+            b[n][0] = v.x;
+            b[n][1] = v.y;
           }
         }
         operand += operand_row;
@@ -357,17 +396,29 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
         for (int t = 0; t < 8; t++) {
           uint32_t s[8];
           read_states<K2>((const uint32_t*)(in_slot + r * kTileRow + t * 16 * K2), run, s);
+          if constexpr (MODE == kBytes || MODE == kPairs) {
 #pragma unroll
-          for (int j = 0; j < 8; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
+            for (int j = 0; j < 8; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
 #pragma unroll
-          for (int n = 0; n < NB; n++) {
-            ptx::mma(sum[t][n], s[0], s[4], s[1], s[5], b[n][0], b[n][1]);
-            ptx::mma(sum[t][n], s[2], s[6], s[3], s[7], b[n][2], b[n][3]);
+            for (int n = 0; n < NB; n++) {
+              ptx::mma(sum[t][n], s[0], s[4], s[1], s[5], b[n][0], b[n][1]);
+              ptx::mma(sum[t][n], s[2], s[6], s[3], s[7], b[n][2], b[n][3]);
+            }
+          } else {
+            uint32_t a[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {  // (g; low k), (g+8; low k), (g; high k), (g+8; high k)
+              const int j = 4 * (e & 1) + 2 * (e >> 1);
+              a[e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
+            }
+#pragma unroll
+            for (int n = 0; n < NB; n++) ptx::mma(sum[t][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
           }
         }
       }
       __syncwarp();
       weights.fill(in_slot + lane * 16, lane, p.segments, open_weights);
+      if constexpr (!kResident) inputs.fill(in_slot + kIn * kTileRow + lane * 16, lane, p.segments, open_inputs);
       ptx::copy_commit();
       if (++slot == p.ring_slots) slot = 0;
     }
@@ -440,7 +491,14 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
       } else {
         v = 0.f;
         for (int w = 0; w < slots; w++) v += from[w * 128 * pairs + row];
-        v *= scales[two_images ? segment : 0][row].scale;
+        if constexpr (kResident) {
+          v *= scales[two_images ? segment : 0][row].scale;
+        } else {
+          const int rotation = two_images ? segment : p.rotations > 1 ? m : 0;
+          const SliceScale s = p.scales[((int64_t)rotation * p.rows + row0 + row) * p.slices + slice];
+          if (MODE == kDecodeBytes) v = kMul1Scale * v + kMul1Shift * s.sum;
+          v *= s.scale;
+        }
       }
 #if __CUDA_ARCH__ >= 900
       float* to = received + ((slice * p.segments + segment) * each + row / p.slices) * 128 + n;
@@ -452,7 +510,7 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
       if (p.slices == 1)
         received[(segment * each + row) * 128 + n] = v;
       else
-        p.partial[(((int64_t)unit * p.slices + slice) * p.segments + segment) * NB * 8 * 128 + i] = v;
+        p.partial[((((int64_t)row_tile * gridDim.y + unit) * p.slices + slice) * p.segments + segment) * NB * 8 * 128 + i] = v;
 #endif
     }
   }
@@ -495,16 +553,17 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
   __syncthreads();
   if (p.slices > 1) {  // the last slice to arrive finishes all rows
     __shared__ int last;
+    const int place = row_tile * gridDim.y + unit;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(&p.counters[unit], 1) == p.slices - 1;
+    if (threadIdx.x == 0) last = atomicAdd(&p.counters[place], 1) == p.slices - 1;
     __syncthreads();
     if (!last) return;
-    if (threadIdx.x == 0) p.counters[unit] = 0;
+    if (threadIdx.x == 0) p.counters[place] = 0;
     __threadfence();
     segment_stride = NB * 8 * 128;
     part_stride = segment_stride * p.segments;
-    parts = p.partial + (int64_t)unit * p.slices * part_stride;
+    parts = p.partial + (int64_t)place * p.slices * part_stride;
   }
 #endif
   for (int i = warp; i < wanted; i += kWarps) {
@@ -524,7 +583,7 @@ __global__ void __launch_bounds__(kWarps * 32, ProductTraits<K2, MODE, NB>::kBlo
     add_up(0, v);
     if (p.segments > 1) add_up(1, other);
     const ProductMatrix& w = p.matrix[m];
-    void* y = row_of(w.y, (int64_t)row * w.y_stride, p.y_dtype);
+    void* y = row_of(w.y, (int64_t)(row0 + row) * w.y_stride, p.y_dtype);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       v[e] = v[e] * ours.scale[e] + ours.bias[e];

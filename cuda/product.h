@@ -77,7 +77,9 @@ inline __host__ __device__ int image_column_bytes(int mode) { return mode == kBy
 
 inline constexpr __host__ __device__ int rows_in_slot(int k2) { return k2 <= 4 ? 4 : k2 <= 8 ? 2 : 1; }
 inline __host__ __device__ int tile_rows_bytes(int k2) { return 128 * k2; }  // eight tiles of one row of tiles
-inline __host__ __device__ int slot_bytes(int k2) { return rows_in_slot(k2) * tile_rows_bytes(k2); }
+inline __host__ __device__ int slot_bytes(int k2, int mode, int columns) {
+  return rows_in_slot(k2) * (tile_rows_bytes(k2) + (mode >= kDecodeBytes ? columns * 32 : 0));
+}
 
 struct ProductShared {  // offsets in dynamic shared memory
   int image, exchange, received, total;
@@ -89,9 +91,10 @@ inline __host__ __device__ int exchange_slots(int columns, int mode) { return co
 // columns: live operand columns; rows: of x in this block.
 inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int mode, int columns, int rows) {
   ProductShared s;
-  s.image = kWarps * p.ring_slots * slot_bytes(k2);
+  s.image = kWarps * p.ring_slots * slot_bytes(k2, mode, columns);
   const int inputs = widest_slice(p) * 8;  // rows of tiles
-  s.exchange = s.image + (p.rotations > 1 && p.segments > 1 ? 2 : 1) * inputs * columns * image_column_bytes(mode);
+  const bool resident = mode < kDecodeBytes;
+  s.exchange = s.image + (resident ? p.rotations > 1 && p.segments > 1 ? 2 : 1 : 0) * inputs * columns * image_column_bytes(mode);
   const int stage = p.fused ? rows * widest_slice(p) * 512 : 0;  // the exchange area holds the rotated input first
   int exchange = exchange_slots(columns, mode) * 128 * operand_pairs(columns) * 4;
   if (exchange < stage) exchange = stage;

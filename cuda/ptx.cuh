@@ -46,15 +46,6 @@ __device__ __forceinline__ uint32_t warp_least(uint32_t v) {
   return v;
 #endif
 }
-// To and from other blocks: each word is seen whole, in no order with others.
-__device__ __forceinline__ void store_relaxed(float* to, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ float4 load_relaxed(const float* from) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
-  return v;
-}
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 #if __CUDA_ARCH__ >= 900
@@ -102,9 +93,6 @@ __device__ __forceinline__ void store_in_cluster(uint32_t to, float v, uint32_t 
 // ------------------------------------------------------------------------------------------------ copies on sm_80
 __device__ __forceinline__ void copy16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copy16(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void copy4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");

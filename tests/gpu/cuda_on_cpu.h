@@ -18,7 +18,6 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
-#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
@@ -60,13 +59,6 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline int __float_as_int(float f) { return as_int(f); }
 inline float __int_as_float(int i) { return as_float(i); }
-inline uint32_t __float_as_uint(float f) { return (uint32_t)as_int(f); }
-inline float __uint_as_float(uint32_t i) { return as_float((int)i); }
-template <class T>
-T __ldcg(const T* p) {
-  return *p;
-}
-inline int __float2int_rn(float f) { return isnan(f) ? 0 : (int)lrintf(f); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r = 0;
   for (int i = 0; i < 4; i++) {
@@ -80,10 +72,6 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
 }
 inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 4; i++) c += ((a >> (8 * i)) & 255) * ((b >> (8 * i)) & 255);
-  return c;
-}
-inline int __dp4a(int a, int b, int c) {
-  for (int i = 0; i < 4; i++) c += (int8_t)(a >> (8 * i)) * (int8_t)(b >> (8 * i));
   return c;
 }
 struct __half2 {
@@ -116,20 +104,7 @@ inline unsigned __ballot_sync(unsigned, bool v) {
 }
 inline bool __any_sync(unsigned, bool v) { return __ballot_sync(~0u, v) != 0; }
 inline int __ffs(int v) { return __builtin_ffs(v); }
-template <class T>
-T __shfl_up_sync(unsigned, T v, int by) {
-  int bits;
-  memcpy(&bits, &v, 4);
-  bits = exl3::emulator::exchange(bits, lane_id() >= by ? lane_id() - by : lane_id());
-  memcpy(&v, &bits, 4);
-  return v;
-}
 inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
-inline int atomicMax(int* p, int v) {
-  const int old = *p;
-  *p = max(old, v);
-  return old;
-}
 inline int atomicAdd(int* p, int v) {
   const int old = *p;
   *p += v;
@@ -150,16 +125,6 @@ inline void named_barrier() {
 namespace ptx {
 inline void launch_dependents() {}
 inline void wait_for_previous() {}
-inline void prefetch(const void*) {}
-inline float4 load_relaxed(const float* from) { return *(const float4*)from; }
-inline void store_relaxed(float* to, float4 v) { *(float4*)to = v; }
-template <class F>
-int over_lanes(int v, F f) {
-  for (int m = 1; m < 32; m <<= 1) v = f(v, exl3::emulator::exchange(v, lane_id() ^ m));
-  return v;
-}
-inline int warp_most(int v) { return over_lanes(v, [](int a, int b) { return max(a, b); }); }
-inline int warp_total(int v) { return over_lanes(v, [](int a, int b) { return a + b; }); }
 inline void aligned(const void* a, const void* b, int bytes) {
   if (((uintptr_t)a | (uintptr_t)b) % bytes) emulator::fail("a misaligned copy");
 }
@@ -169,7 +134,6 @@ void copy_now(void* to, const void* from) {
   memcpy(to, from, BYTES);
 }
 inline void copy16(void* to, const void* from) { copy_now<16>(to, from); }
-inline void copy16(uint32_t to, const void* from) { copy_now<16>(shared_space + to, from); }
 inline void copy4(void* to, const void* from) { copy_now<4>(to, from); }
 template <int BYTES>
 void copy_or_zero(void* to, const void* from, bool there) {
@@ -231,18 +195,6 @@ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
       const int row = g + 8 * (e / 2), column = 2 * q + e % 2;
       for (int k = 0; k < 16; k++)
         d[e] += half_of(at((row % 8) * 4 + (k % 8) / 2, row / 8 + 2 * (k / 8)), k % 2) * half_of(at(column * 4 + (k % 8) / 2, 4 + k / 8), k % 2);
-    }
-  });
-}
-inline void mma(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
-  const int lane = lane_id(), g = lane / 4, q = lane % 4;
-  emulator::with_peers(mine, [&](auto peer) {
-    auto at = [&](int l, int r, int i) { return ((const uint32_t*)peer(l))[r] >> (8 * i) & 255; };
-    for (int e = 0; e < 4; e++) {
-      const int row = g + 8 * (e / 2), column = 2 * q + e % 2;
-      for (int k = 0; k < 32; k++)
-        d[e] += (int)at((row % 8) * 4 + (k % 16) / 4, row / 8 + 2 * (k / 16), k % 4) * (int8_t)at(column * 4 + (k % 16) / 4, 4 + k / 16, k % 4);
     }
   });
 }

@@ -55,23 +55,6 @@ def test_rates(cuda: Library, codebook: str, K: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n_in,n_out", [(4096, 1024), (2048, 5120)])
-@pytest.mark.parametrize("codebook", ["mul1", "mcg"])
-def test_shared_column_groups(cuda: Library, codebook: str, n_in: int, n_out: int) -> None:
-    """Several blocks share a column group, or one has parts of several: right sums, and the same bits for a row alone."""
-    torch.manual_seed(n_in)
-    w = random_weight(n_in, n_out, 4, codebook, "cuda", bias=True)
-    want = exact_weight(w)
-    for rows in (1, 3, 5, 8, 33):
-        x = torch.randn(rows, n_in, device="cuda").half()
-        y = cuda.linear(x, [w])[0]
-        assert relative(y, x.cpu().double() @ want + w["bias"].cpu().double()) < EXACT, rows
-        assert torch.equal(y, cuda.linear(x, [w])[0]) and cuda.clean("linear")
-        if rows <= 8:
-            assert torch.equal(cuda.linear(x[-1:].contiguous(), [w])[0], y[-1:]), rows
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("planes,limit", [(2, EXACT), (1, 2e-2), (0, EXACT)])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_planes(cuda: Library, planes: int, limit: float, rows: int) -> None:
