@@ -43,6 +43,7 @@ static void plan_decode(AttentionParams& p, const Device& device) {
   if (resident > blocks) resident = blocks;
   p.stages = 4;
   while (p.stages > 2 && (decode_shared(p) + kReserved) * resident > device.shared_bytes + kReserved) p.stages--;
+  if (decode_shared(p) > device.shared_bytes) p.stages = 1;
 }
 static int64_t partial_bytes(const AttentionParams& p) {
   return p.splits > 1 ? (int64_t)p.a.tokens * p.a.heads * p.splits * (p.a.cache.head_dim + 2) * 4 : 0;
@@ -83,7 +84,9 @@ int attention(const exl3_attention_args* a, void* stream) {
   const AttentionKernels kernels = kernels_for(a, *device);
   if (a->tokens > kMostDecodeTokens) {
     AttentionParams p = make_params(a, kPositions, kPrefillRows, kernels.prefill_threads);
-    const int shared_bytes = prefill_shared(a->cache.head_dim, p.side, quantized(a));
+    auto need = [&](int stages) { return prefill_shared(a->cache.head_dim, p.side, quantized(a), stages); };
+    p.stages = need(2) <= device->shared_bytes ? 2 : 1;
+    const int shared_bytes = need(p.stages);
     if (kernels.prefill && shared_bytes <= device->shared_bytes)
       return launch(kernels.prefill, dim3((a->tokens + p.tokens_a_tile - 1) / p.tokens_a_tile, a->cache.kv_heads * p.chunks),
                     kernels.prefill_threads, shared_bytes, 1, (const void*)&p, (cudaStream_t)stream, "attention");

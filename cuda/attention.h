@@ -4,6 +4,13 @@
 
 #include "exl3/ops.h"
 
+// Cards with 227 KiB of shared memory a block: a ring of two stages always fits.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#define EXL3_MUCH_SHARED 1
+#else
+#define EXL3_MUCH_SHARED 0
+#endif
+
 namespace exl3 {
 
 // Decode: a block of four warps takes one key/value head, up to eight query rows that share it (its heads times consecutive tokens of one row
@@ -57,10 +64,10 @@ __host__ __device__ constexpr int decode_ring(int head_dim) { return kColumns * 
 // ------------------------------------------------------------------------------------------------ prefill
 constexpr int kPrefillRows = 128, kPositions = 64;  // query rows of a block, positions of a tile
 
-// Bytes of shared memory: queries; then two stages of keys and values, or one decoded pair and two stages as stored.
-inline int prefill_shared(int head_dim, const AttentionSide (&s)[2], bool codes) {
+// Bytes of shared memory: queries; then two stages of keys and values (one where there is no room), as stored; before them a decoded pair.
+inline int prefill_shared(int head_dim, const AttentionSide (&s)[2], bool codes, int stages) {
   const int side = kPositions * half_pitch(head_dim) * 2, query = kPrefillRows * half_pitch(head_dim) * 2;
-  return codes ? query + 2 * side + 2 * (s[0].bytes + s[1].bytes) : query + 4 * side;
+  return query + (codes ? 2 * side : 0) + stages * (codes ? s[0].bytes + s[1].bytes : 2 * side);
 }
 
 // Kernels of a head size: for fp16, for codes of any bits, and for decode of codes with 4 or 8 bits on both sides, not companded.

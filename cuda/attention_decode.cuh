@@ -301,7 +301,9 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   for (; at <= highest; at += step) {
     fetch(fill);
     if (++fill == stages) fill = 0;
-    if (stages == 2)
+    if (!EXL3_MUCH_SHARED && stages == 1)
+      ptx::copy_wait<0>();
+    else if (stages == 2)
       ptx::copy_wait<1>();
     else if (stages == 3)
       ptx::copy_wait<2>();

@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(Prefill<D>::kThreads, D <= 128 ? 2 : 1) prefil
       }
       ptx::copy_commit();
     };
-    fetch(first, 0);
+    const bool ahead = EXL3_MUCH_SHARED || p.stages == 2;  // else there is room for one tile only
+    if (ahead) fetch(first, 0);
     for (int i = warp; i < kPrefillRows * (D / 32); i += P::kWarps) {
       const int r = i / (D / 32), group = i % (D / 32);
       float v = 0.f;
@@ -161,10 +162,15 @@ __global__ void __launch_bounds__(Prefill<D>::kThreads, D <= 128 ? 2 : 1) prefil
     const float scale = a.softcap > 0.f ? a.scale / a.softcap : a.scale * kLog2e;
 
     for (int tile = first; tile <= last; tile++) {
-      fetch(tile + 1, (tile + 1 - first) & 1);
-      ptx::copy_wait<1>();
+      if (ahead) {
+        fetch(tile + 1, (tile + 1 - first) & 1);
+        ptx::copy_wait<1>();
+      } else {
+        fetch(tile, 0);
+        ptx::copy_wait<0>();
+      }
       __syncthreads();
-      const uint8_t* keys = ring + ((tile - first) & 1) * stage_bytes;
+      const uint8_t* keys = ring + (ahead ? (tile - first) & 1 : 0) * stage_bytes;
       const uint8_t* values = keys + k_bytes;
       if (CODES) {
         uint8_t* decoded = shared + P::kQueryBytes;

@@ -11,8 +11,10 @@ namespace exl3 {
 struct Device {
   int sms, shared_bytes, code;
 };
+static int shared_bytes_of_a_block = 232448;
 static const Device* current_device() {
-  static const Device device{132, 232448, 80};
+  static Device device{132, 232448, 80};
+  device.shared_bytes = shared_bytes_of_a_block;
   return &device;
 }
 static int refuse(exl3_status status, const char*, ...) { return status; }
@@ -47,4 +49,5 @@ static int launch(const void* kernel, dim3 grid, int threads, int, int, const vo
 }  // namespace exl3
 
 EXL3_EXPORT int on_cpu(const exl3_attention_args* a, void*) { return exl3::attention(a, nullptr); }
+EXL3_EXPORT void on_cpu_shared(int bytes) { exl3::shared_bytes_of_a_block = bytes; }
 EXL3_EXPORT int64_t on_cpu_workspace(const exl3_attention_args* a) { return exl3::attention_workspace(a); }

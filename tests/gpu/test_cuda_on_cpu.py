@@ -126,3 +126,17 @@ def test_prefill(attention: WithAttention, dim: int, heads: int, kv: int, bits: 
 @pytest.mark.parametrize("bits", [4, 5, 16])
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(attention: WithAttention, bits: int) -> None:
     test_attention_on_card.same_beside_others(attention, bits, 3, 1, dim=64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dim,bits,runs",
+    [(128, (16, 16), "CHUNKS"), (128, (8, 8), "CHUNKS"), (256, (16, 16), "DRAFTS")],
+    ids=str,
+)
+def test_one_stage_where_shared_memory_is_small(attention: WithAttention, dim: int, bits: tuple[int, int], runs: str) -> None:
+    """99 KiB a block, as cards of 8.6, 8.9 and 12.0 have."""
+    attention.library.on_cpu_shared(99 * 1024)
+    try:
+        test_attention_on_card.check(attention, dim, 1, 1, bits, getattr(test_attention_on_card, runs))  # type: ignore[arg-type]
+    finally:
+        attention.library.on_cpu_shared(232448)
