@@ -98,6 +98,10 @@ def test_a_plan_has_each_device_s_part(directory: Path, room: dict[str, int]) ->
     assert [(part.device, part.layers) for part in p.parts] == [("cuda:0", 2), ("cuda:1", 5), ("cpu", 1)]
     assert p.device == "cuda:0,cuda:1,cpu" and p.fits
     assert p.cache_bytes == sum(part.cache_bytes for part in p.parts) and p.parts[1].cache_bytes == 5 * p.parts[2].cache_bytes
+    twice = plan(directory, "cuda:0,cuda:1,cuda:0", 512, split=[2, 5, 1])  # one device's memory counts once
+    assert len(twice.parts) == 3 and twice.available_bytes == 2 << 40 and twice.cache_bytes == p.cache_bytes
+    room["cuda:0"] = twice.parts[0].total_bytes + twice.parts[2].total_bytes - 1
+    assert not plan(directory, "cuda:0,cuda:1,cuda:0", 512, split=[2, 5, 1]).fits
     staged = plan(directory, "cuda:0,cpu", 512, 8, 4, split=[4, 4])
     assert [part.workspace_bytes for part in staged.parts] == [4 * 2 * 16 * 256 * 256, 0]  # the default window: 256 pages
     room["cuda:1"] = p.parts[1].total_bytes - 1

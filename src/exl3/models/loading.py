@@ -16,7 +16,7 @@ from exl3.errors import ArgumentError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint
 from exl3.models import memory
 from exl3.models.model import Model
-from exl3.models.placement import Share, context, parse_devices, place, shares
+from exl3.models.placement import Share, by_device, context, parse_devices, place, shares
 from exl3.models.registry import build
 from exl3.models.tensors import Found, find_tensors
 from exl3.settings import debug_log
@@ -53,9 +53,10 @@ def load(
         _expandable_segments()
     place(model, checkpoint, device, max_tokens, split)
     placed = shares(model, checkpoint, found)
-    for share in placed:
+    together = by_device(placed)
+    for share in together:
         memory.check(share.need(), share.device, str(path))
-    model.max_tokens = context(model, placed, max_tokens)
+    model.max_tokens = context(model, together, max_tokens)
     model.place(model.device, split=model.split)  # the rotary tables depend on it
     _read(model, placed)
     model.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -145,6 +145,23 @@ def shares(model: Any, checkpoint: Checkpoint, all_found: Found) -> list[Share]:
         workspace = _workspace_bytes(model, here, stage.device)
         found.append(Share(stage.device, len(stage.blocks), here, weights, tuple(model.cache_shapes_of(stage.blocks)), workspace))
     return found
+
+
+def by_device(placed: Sequence[Share]) -> list[Share]:
+    """The shares with those of one device taken together, for comparing with its memory."""
+    found: dict[torch.device, Share] = {}
+    for share in placed:
+        had = found.get(share.device)
+        if had is not None:
+            share = replace(
+                had,
+                blocks=had.blocks + share.blocks,
+                weights_bytes=had.weights_bytes + share.weights_bytes,
+                cache_shapes=had.cache_shapes + share.cache_shapes,
+                workspace_bytes=max(had.workspace_bytes, share.workspace_bytes),
+            )
+        found[share.device] = share
+    return list(found.values())
 
 
 def _workspace_bytes(model: Any, found: Found, device: torch.device) -> int:

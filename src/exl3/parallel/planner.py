@@ -11,7 +11,7 @@ from exl3.cache import PAGE
 from exl3.errors import ArgumentError
 from exl3.files import Checkpoint
 from exl3.models import build, loading, memory
-from exl3.models.placement import Share, place, shares
+from exl3.models.placement import Share, by_device, place, shares
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,19 @@ def plan(
     place(model, checkpoint, device, max_tokens, split)
     limit = model.config.max_position_embeddings
     tokens = limit if max_tokens is None else max_tokens
-    parts = tuple([_part(share, tokens, k_bits, v_bits) for share in shares(model, checkpoint, found)])
-    fitting = min(part.room // (part.cache_token_bytes * PAGE) * PAGE for part in parts)
+    placed = shares(model, checkpoint, found)
+    parts, whole = (tuple([_part(share, tokens, k_bits, v_bits) for share in given]) for given in (placed, by_device(placed)))
+    fitting = min(device.room // (device.cache_token_bytes * PAGE) * PAGE for device in whole)
 
     def total(name: str) -> int:
-        return sum(getattr(part, name) for part in parts)
+        return sum(getattr(device, name) for device in whole)
 
     return Plan(
         architecture=checkpoint.config["architectures"][0],
         device=",".join(part.device for part in parts),
         max_tokens=tokens,
         largest_context_tokens=max(0, min(limit, fitting)),
-        fits=all(part.cache_bytes <= part.room for part in parts),
+        fits=all(device.cache_bytes <= device.room for device in whole),
         parts=parts,
         **{name: total(name) for name in DevicePlan.__dataclass_fields__ if name.endswith("_bytes")},
     )
