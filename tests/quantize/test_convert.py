@@ -177,7 +177,7 @@ def test_codebooks_and_head_left_alone(tmp_path: Path, model_dir: Path, calibrat
         tensors = load_file(tmp_path / codebook / "model.safetensors")
         assert ("model.layers.0.mlp.up_proj.mcg" in tensors) == (codebook == "mcg") and "lm_head.weight" in tensors
         widths = {t.shape[2] for name, t in tensors.items() if name.endswith(".trellis")}
-        assert widths == {48, 64}
+        assert widths <= {16 * k for k in range(1, 9)} and len(widths) > 1  # whole rates alone
         exl3.load(tmp_path / codebook, "cpu")
 
 

@@ -16,6 +16,8 @@ from exl3.errors import Exl3Error
 VERBS = {
     "convert": "convert",
     "eval": "eval",
+    "measure": "measure",
+    "optimize": "optimize",
     "generate": "generate",
     "chat": "chat",
     "inspect": "inspect",

@@ -9,7 +9,7 @@ from exl3.cli.common import check_json_path, device_option, emit_json, human_byt
 
 @click.command("eval")
 @click.argument("reference", type=click.Path(exists=True, file_okay=False))
-@click.argument("quantized", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
+@click.argument("quantized", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--text", "text", required=True, type=click.Path(exists=True, dir_okay=False), help="UTF-8 text that calibration never saw")
 @click.option("--rows", type=click.IntRange(min=1), default=None, help="pieces of text to use (default: all)")
 @click.option("--row-len", "--row_len", type=click.IntRange(min=2), default=512, show_default=True, help="tokens in a piece")
@@ -30,7 +30,8 @@ def command(
 ) -> None:
     """Measure QUANTIZED against REFERENCE: KL divergence, top-1 agreement, perplexities, size.
 
-    Both may be unquantized or EXL3 directories; several QUANTIZED directories make a table and, with --report, a page.
+    Both may be unquantized or EXL3 directories, QUANTIZED also GGUF files (with llama-cpp-python); several make a table and, with --report,
+    a page.
     """
     check_json_path(json_path)
     from exl3.evaluate import compare

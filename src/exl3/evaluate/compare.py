@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exl3.cache import Batch
 from exl3.errors import ArgumentError
 from exl3.evaluate.metrics import Accumulator, Summary
 from exl3.evaluate.rows import read_text, text_rows
@@ -34,6 +35,8 @@ class Comparison:
     bytes_quantized: int
     bits_per_weight: float
     head_bits: float | None
+    layer_errors: list[float] = field(default_factory=list)  # ||q - o|| / ||o|| of the residual stream behind each block, first row
+    calibration: dict[str, Any] | None = None  # rows and cols the quantized directory was calibrated with
 
     def as_dict(self) -> dict[str, Any]:
         """Plain object for JSON: keys kl.mean, kl.median, kl.p99, top1, perplexity.reference, perplexity.quantized, bytes."""
@@ -52,6 +55,8 @@ class Comparison:
             "bytes_reference": self.bytes_reference,
             "bits_per_weight": self.bits_per_weight,
             "head_bits": self.head_bits,
+            "layer_errors": self.layer_errors,
+            "calibration": self.calibration,
         }
 
 
@@ -78,9 +83,12 @@ def compare(
         raise ArgumentError(f"{reference}: no tokenizer.json, and evaluation starts from text; add the tokenizer's files")
     demands = kind in DEMANDS_BOS if bos is None else bos
     ids = text_rows(tokenizer, read_text(text), row_len, rows, bos=demands)
+    if is_gguf(quantized):
+        return _compare_gguf(reference, quantized, text, ids, device, progress)
     a, b = load(reference, device=device, max_tokens=row_len), load(quantized, device=device, max_tokens=row_len)
     acc = Accumulator()
     with torch.inference_mode():
+        errors = layer_errors(a, b, ids[0])
         for i, row in enumerate(ids):
             if progress:
                 progress(i, len(ids))
@@ -99,7 +107,68 @@ def compare(
         bytes_quantized=size["bytes"],
         bits_per_weight=size["bits_per_weight"],
         head_bits=size["head_bits"],
+        layer_errors=errors,
+        calibration=(Checkpoint.open(quantized).config.get("quantization_config") or {}).get("calibration"),
     )
+
+
+def is_gguf(path: str | Path) -> bool:
+    return str(path).endswith(".gguf")
+
+
+def _compare_gguf(
+    reference: str | Path, file: str | Path, text: str | Path, ids: Tensor, device: str | None, progress: Callable[[int, int], None] | None
+) -> Comparison:
+    """A GGUF file run by llama-cpp-python (optional) on the same tokens."""
+    other = gguf_logits(file, ids.shape[1])
+    a = load(reference, device=device, max_tokens=ids.shape[1])
+    acc = Accumulator()
+    with torch.inference_mode():
+        for i, row in enumerate(ids):
+            if progress:
+                progress(i, len(ids))
+            acc.add(_logits(a, row).cpu(), other(row), row)
+    if progress:
+        progress(len(ids), len(ids))
+    size, original = Path(file).stat().st_size, storage(reference)
+    weights = sum(t.numel for t in Checkpoint.open(reference).tensors.values())
+    return Comparison(
+        *(str(reference), str(file), str(text), len(ids), ids.shape[1], acc.summary(), original["bytes"], size, 8 * size / weights, None)
+    )
+
+
+def gguf_logits(file: str | Path, row_len: int) -> Callable[[Tensor], Tensor]:
+    """row (tokens,) -> logits (tokens, vocab) fp32 of a GGUF file. ArgumentError where llama-cpp-python is missing or refuses the file."""
+    try:
+        from llama_cpp import Llama
+    except ImportError:
+        raise ArgumentError(
+            f"{file}: GGUF files are evaluated by llama-cpp-python, which is not installed; pip install exl3[gguf]"
+        ) from None
+    try:
+        model = Llama(model_path=str(file), n_ctx=row_len, n_batch=row_len, logits_all=True, verbose=False)
+    except (ValueError, RuntimeError) as e:
+        raise ArgumentError(f"{file}: llama-cpp-python cannot load it ({e})") from None
+
+    def logits(row: Tensor) -> Tensor:
+        model.reset()
+        model.eval([int(i) for i in row])
+        return torch.tensor(model.scores[: len(row)], dtype=torch.float32)
+
+    return logits
+
+
+def layer_errors(reference: Any, quantized: Any, row: Tensor) -> list[float]:
+    """Relative error of the residual stream behind each block, for one row of ids."""
+    streams = []
+    for model in (reference, quantized):
+        batch = Batch.whole(row[None].int().to(model.device))
+        x, seen = model.embed(batch), []
+        for block in model.blocks:
+            x = block(x, batch)
+            seen.append(x.to("cpu", torch.float32, copy=True))  # it goes on changing in place
+        streams.append(seen)
+    return [float((b - a).norm() / a.norm().clamp_min(1e-30)) for a, b in zip(*streams)]
 
 
 def _logits(model: Any, row: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ def _markdown(results: Sequence[Comparison], picture: bool) -> str:
         "",
         f"Held-out text: `{os.path.basename(first.text)}`, {first.rows} rows of {first.row_len} tokens. "
         f"Reference perplexity {first.summary.perplexity_reference:.3f}, {first.bytes_reference / 2**20:.1f} MiB.",
+        *_calibrations(results),
         "",
         "| directory | bits per weight | head bits | MiB | mean KL | median KL | 99 % KL | top-1 | perplexity |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -45,8 +46,36 @@ def _markdown(results: Sequence[Comparison], picture: bool) -> str:
             f"| {r.bytes_quantized / 2**20:.1f} "
             f"| {s.kl_mean:.5f} | {s.kl_median:.5f} | {s.kl_p99:.4f} | {100 * s.top1:.2f} % | {s.perplexity_quantized:.3f} |"
         )
+    lines += _layers(results)
     lines += ["", "![KL and perplexity against size](report.png)" if picture else "(No picture: matplotlib is not installed.)", ""]
     return "\n".join(lines)
+
+
+def _name(result: Comparison) -> str:
+    return os.path.basename(result.quantized.rstrip("/"))
+
+
+def _calibrations(results: Sequence[Comparison]) -> list[str]:
+    known = [f"{_name(r)} {r.calibration['rows']} rows of {r.calibration['cols']} tokens" for r in results if r.calibration]
+    return ["", f"Calibration: {'; '.join(known)}."] if known else []
+
+
+def _layers(results: Sequence[Comparison]) -> list[str]:
+    """Error of the residual stream behind each block."""
+    known = [r for r in results if r.layer_errors]
+    if not known:
+        return []
+    lines = [
+        "",
+        "Relative error of the residual stream behind each block, first row:",
+        "",
+        "| block | " + " | ".join(map(_name, known)) + " |",
+    ]
+    lines.append("|---" * (len(known) + 1) + "|")
+    depth = max(len(r.layer_errors) for r in known)
+    return lines + [
+        f"| {i} | " + " | ".join(f"{r.layer_errors[i]:.4f}" for r in known if i < len(r.layer_errors)) + " |" for i in range(depth)
+    ]
 
 
 def _plot(results: Sequence[Comparison], path: Path) -> bool:

@@ -148,6 +148,8 @@ def rms_norm(
     if residual is not None:
         residual.add_(h.to(residual.dtype))
         h = _wide(residual)
+    if torch.is_grad_enabled() and h.requires_grad:
+        h = h.clone()  # the stream goes on changing in place; what backward keeps must not
     if subtract_mean:
         h = h - h.mean(-1, keepdim=True)
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -334,8 +336,7 @@ def add_(y: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
 
 def softcap_(x: Tensor, scale: float, cap: float) -> Tensor:
     """x = cap * tanh(scale * x / cap) in place; cap 0: x *= scale."""
-    x.mul_(scale)
-    return x.div_(cap).tanh_().mul_(cap) if cap else x
+    return x.copy_(torch.tanh(x * (scale / cap)) * cap) if cap else x.mul_(scale)
 
 
 def philox(seed: int, counter: int) -> tuple[int, int, int, int]:

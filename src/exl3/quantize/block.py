@@ -37,6 +37,7 @@ class Policy:
     recapture: bool = True
     correction: float = 0.0
     token_weighting: bool = False
+    importance: dict[str, Tensor] = field(default_factory=dict)  # of the block's outputs: KEY.channels, KEY.output
 
 
 @dataclass
@@ -58,13 +59,14 @@ class _Captured(Exception):
 
 
 @contextmanager
-def _inputs(linear: Linear, sink: Callable[[Tensor], None], stop: bool) -> Iterator[None]:
-    def hook(_: Any, args: tuple[Tensor, ...]) -> None:
-        sink(args[0])
-        if stop:
-            raise _Captured
+def _inputs(linear: Linear, sink: Callable[[Tensor, Tensor | None], None]) -> Iterator[None]:
+    """Tells `sink` the input of `linear` and the residual stream `(tokens, hidden)` that its output is added to as it is; None where it is
+    not."""
 
-    handle = linear.register_forward_pre_hook(hook)
+    def hook(_: Any, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        sink(args[0], options.get("out") if options.get("accumulate") else None)
+
+    handle = linear.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield
     finally:
@@ -73,8 +75,18 @@ def _inputs(linear: Linear, sink: Callable[[Tensor], None], stop: bool) -> Itera
 
 def capture(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batch: Batch) -> Tensor:
     """The input of `linear` when `run` processes x, `(tokens, in_features)`; the pass is cut short there."""
-    seen: list[Tensor] = []
-    with _inputs(linear, seen.append, stop=True):
+    return capture_with_stream(run, linear, x, batch)[0]
+
+
+def capture_with_stream(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """As `capture`, and the residual stream the output would go straight into (see `_inputs`)."""
+    seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def take(x: Tensor, stream: Tensor | None) -> None:
+        seen.append((x, stream))
+        raise _Captured
+
+    with _inputs(linear, take):
         try:
             run(x, batch)
         except _Captured:
@@ -143,9 +155,13 @@ def quantize_block(
             if hessian.dead_channels:
                 result.block.dead_channels[name] = hessian.dead_channels
             keys = [key for key, _ in group if rates[key] != 16]
-            use = {key: _use_out_scales(lead.linears[key], _gated(lead.block), sample, policy.out_scales) for key in keys}
+            use = {
+                key: _has_channels(key, policy) or _use_out_scales(lead.linears[key], _gated(lead.block), sample, policy.out_scales)
+                for key in keys
+            }
             if keys:
-                jobs.append(_Job(name, keys, [(lead.linears[k].in_features, lead.linears[k].out_features) for k in keys], hessian, use))
+                shapes = [(lead.linears[k].in_features, lead.linears[k].out_features) for k in keys]
+                jobs.append(_Job(name, keys, shapes, hessian, any(f"{k}.output" in policy.importance for k in keys), use))
         del captured
         build = _builder(copies, rates, policy)
         for worker, q in quantize_together(team, jobs, build, encode, policy.settings, progress) if jobs else []:
@@ -169,14 +185,23 @@ def quantize_block(
 
 @dataclass
 class _Job(Wanted):
-    out_scales: dict[str, bool]
+    out_scales: dict[str, bool] = field(default_factory=dict)
+
+
+def _has_channels(key: str, policy: Policy) -> bool:
+    return policy.out_scales == "auto" and f"{key}.channels" in policy.importance
 
 
 def _builder(copies: dict[Worker, _Copy], rates: dict[str, float], policy: Policy) -> Build:
     def build(worker: Worker, job: Wanted, keys: list[str], hessian: Hessian) -> Group:
         assert isinstance(job, _Job)
         c = copies[worker]
-        members = [Member(key, _target(c.originals[key], hessian, policy), rates[key], c.bias(key), job.out_scales[key]) for key in keys]
+        members = []
+        for key in keys:
+            target = corrected(c.originals[key], hessian, policy.correction, policy.settings.damping)
+            channels = policy.importance.get(f"{key}.channels") if _has_channels(key, policy) else None
+            output = policy.importance.get(f"{key}.output")
+            members.append(Member(key, target, rates[key], c.bias(key), job.out_scales[key], channels, output))
         return Group(job.name, members, hessian)
 
     return build
@@ -231,13 +256,15 @@ def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], poli
     samples: dict[int, Tensor] = {}
     linears = [c.linears[name] for name, _ in inputs]
     for _, batch, x, original in c.worker.streams.batches(number):
-        others: dict[int, Tensor] = {}
+        others: dict[int, tuple[Tensor, Tensor | None]] = {}
         if cross and original is not None:
             with _weights(c.linears, c.plain):
                 _watch(c.block, linears, original, batch, partial(_remember, others))
 
-        def note(i: int, seen: Tensor, others: dict[int, Tensor] = others) -> None:
-            found[i].add(seen, others.get(i), token_weights(seen) if policy.token_weighting else None)
+        def note(i: int, seen: Tensor, stream: Tensor | None, others: dict[int, tuple[Tensor, Tensor | None]] = others) -> None:
+            other, wanted = others.get(i, (None, None))
+            missing = None if stream is None or wanted is None else wanted - stream
+            found[i].add(seen, other, token_weights(seen) if policy.token_weighting else None, missing)
             if i not in samples:
                 samples[i] = seen[:SENSITIVITY_TOKENS].clone()
 
@@ -245,17 +272,17 @@ def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], poli
     return [(h, samples[i]) for i, h in enumerate(found)]
 
 
-def _remember(store: dict[int, Tensor], i: int, seen: Tensor) -> None:
-    store[i] = seen.clone()
+def _remember(store: dict[int, tuple[Tensor, Tensor | None]], i: int, seen: Tensor, stream: Tensor | None) -> None:
+    store[i] = seen.clone(), None if stream is None else stream.clone()
 
 
-def _watch(block: Any, linears: list[Linear], x: Tensor, batch: Batch, sink: Callable[[int, Tensor], None]) -> None:
-    """Shows `sink` the input of each of `linears`, which stand in order of execution, as the block processes x: at the moment of use, for
-    it may be changed in place afterwards. The pass ends with the last."""
+def _watch(block: Any, linears: list[Linear], x: Tensor, batch: Batch, sink: Callable[[int, Tensor, Tensor | None], None]) -> None:
+    """Shows `sink` the input of each of `linears`, which stand in order of execution, and the residual stream its output goes straight
+    into, if any, as the block processes x: at the moment of use, for both may change in place afterwards. The pass ends with the last."""
     with ExitStack() as stack:
         for i, linear in enumerate(linears[:-1]):
-            stack.enter_context(_inputs(linear, partial(sink, i), stop=False))
-        sink(len(linears) - 1, capture(block, linears[-1], x, batch))
+            stack.enter_context(_inputs(linear, partial(sink, i)))
+        sink(len(linears) - 1, *capture_with_stream(block, linears[-1], x, batch))
 
 
 def _name_the_place(team: Team, copies: dict[Worker, _Copy], name: str) -> None:
@@ -294,17 +321,23 @@ def _set(linears: dict[str, Linear], weights: dict[str, Any]) -> None:
         linears[key].set_dense(weight, None if bias is None else bias.data)
 
 
-def _target(weight: Tensor, hessian: Hessian, policy: Policy) -> Tensor:
-    """The weight to approximate: the original, or what on the quantized prefix's inputs gives what the original gives on its own."""
-    if policy.correction == 0 or not hessian.usable:
+def corrected(weight: Tensor, hessian: Hessian, share: float, damping: float) -> Tensor:
+    """The weight `(out, in)` to approximate: least squares on the quantized prefix's inputs, towards what the original gives on its own;
+    where the output goes straight into the residual stream, towards what that lacks as well. `share` of the way, from the original."""
+    if share == 0 or not hessian.usable:
         return weight
     weight = weight.float()
     k = weight.shape[1]
     matrix = hessian.matrix()[:k, :k]
-    drift = hessian.cross()[:k, :k] - matrix
-    damping = policy.settings.damping * matrix.diagonal().mean()
-    solved: Tensor = torch.linalg.solve(matrix + damping * torch.eye(k, device=matrix.device), drift @ weight.T)
-    return weight + policy.correction * solved.T
+    wanted = (hessian.cross()[:k, :k] - matrix) @ weight.T
+    missing = hessian.missing()
+    if missing is not None and missing.shape[1] == weight.shape[0]:
+        wanted += missing[:k]
+    diagonal = matrix.diagonal()
+    diagonal += damping * diagonal.mean()
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    change = torch.cholesky_solve(wanted, factor).T
+    return torch.where((info == 0) & torch.isfinite(change).all(), weight + share * change, weight)
 
 
 def _gated(block: Any) -> dict[int, MLP]:

@@ -33,25 +33,32 @@ def write_model(
     *,
     shard_size: float,
     embedding: dict[str, Tensor] | None = None,
+    replaced: dict[str, Tensor] | None = None,
 ) -> Checkpoint:
     """Writes everything and returns the new directory, opened and checked.
 
-    `finished(i)`: tensors of block i, the head last. `embedding` replaces the source's table. A block is never split over shards.
+    `finished(i)`: tensors of block i, the head last. `embedding` replaces the source's table, `replaced` any
+    tensor by name. A block is never split over shards.
     config.json comes last: a directory without it is not yet a model.
     """
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "quantization_config.json"):
         (output / name).unlink(missing_ok=True)
+    other = replaced or {}
+
+    def latest(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: other.get(name, t) for name, t in tensors.items()}
+
     with ShardWriter(output, shard_size) as out:
         first = source.read(plain_tensors(model, model.embed_key, model.model.embed_tokens, source)) if embedding is None else embedding
         out.add(first)
         for i, block in enumerate(model.blocks):
-            out.add(source.read(plain_tensors(model, block.key, block, source)) | finished(i))
-        out.add(source.read(plain_tensors(model, f"{model.decoder_key}norm", model.model.norm, source)))
+            out.add(latest(source.read(plain_tensors(model, block.key, block, source)) | finished(i)))
+        out.add(latest(source.read(plain_tensors(model, f"{model.decoder_key}norm", model.model.norm, source))))
         head = finished(len(model.blocks))
         if head:  # none: it stays tied to the embedding
-            out.add(head)
+            out.add(latest(head))
         for name in sorted(n for n in source.tensors if model.other_parts and n.startswith(model.other_parts)):
             out.add(source.read([name]))  # parts of the source that are not quantized (vision) travel along
     copy_companions(source.path, output)

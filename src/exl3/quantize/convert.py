@@ -18,9 +18,10 @@ from torch import Tensor
 from exl3 import ops
 from exl3.errors import ArgumentError, JobError, MissingTensorError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint, Tokenizer
-from exl3.models.loading import locate
+from exl3.models.loading import load, locate
 from exl3.models.registry import build
 from exl3.quantize import calibration as cal
+from exl3.quantize import selfgen, sensitivity
 from exl3.quantize.background import Reader, Writer
 from exl3.quantize.block import Policy, quantize_block
 from exl3.quantize.compile import config_block, write_model
@@ -36,6 +37,7 @@ from exl3.quantize.recipe import format_recipe
 from exl3.quantize.report import BlockReport, Report
 from exl3.quantize.streams import Shard, Streams, shard_rows
 from exl3.quantize.team import Team, Worker
+from exl3.quantize.tune import LEAST_ROWS, TuneSettings, tune
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass of a block
 
@@ -185,14 +187,23 @@ class _Conversion:
                     f"{source_dir}: is not the model this job was begun with (config.json or weights have changed, or it is another than "
                     f"{stored['options']['input_dir']}); restore it or start anew"
                 )
-            if {k: float(v) for k, v in stored["rates"].items()} != plan.rates:
+            rates = {k: float(v) for k, v in stored["rates"].items()}
+            if options.allocation == "sensitivity" and options.recipe is None and rates.keys() == plan.rates.keys():
+                plan.rates = rates  # measured once
+            if rates != plan.rates:
                 raise JobError(f"{self.work}: the rates of the stored job cannot be derived any more (was the recipe edited?); start anew")
             rows = cal.Calibration(job.calibration(), stored["calibration"])
             make_output(output_dir)
             job.update(options=self._as_stored(options))
         else:
             rows = self._calibration(options, tokenizer, model.config.vocab_size)
+            if options.tune and rows.rows < LEAST_ROWS:
+                raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
             make_output(output_dir)
+            job.clean()
+            if options.self_text and tokenizer is not None:
+                rows = self._self_text(source, tokenizer, options, rows, device)
+            self._weigh(job, model, source, plan, options, rows, device)
             job.begin(
                 {"options": self._as_stored(options), "fingerprint": mark, "rates": plan.rates, "calibration": rows.sources}, rows.ids
             )
@@ -205,7 +216,8 @@ class _Conversion:
             self.log("-hq names no layer of this architecture (it concerns mixture-of-experts models)")
         self.log(f"calibration: {rows.describe()}")
         self._loop(job, model, source, plan, options, rows, devices)
-        return self._finish(job, model, source, plan, options, rows, output_dir, started)
+        tuned = self._tune(job, source, options, rows, device)
+        return self._finish(job, model, source, plan, options, rows, output_dir, started, tuned)
 
     def _options(self, stored: dict[str, Any] | None) -> ConvertOptions:
         """Given options over stored ones; JobError where a resumed job would change."""
@@ -243,6 +255,49 @@ class _Conversion:
         if options.cal_data:
             return cal.from_file(options.cal_data, options.cal_rows, options.cal_cols, vocab, tokenizer)
         return cal.bundled(tokenizer, options.cal_rows, options.cal_cols, vocab, options.seed)
+
+    def _self_text(
+        self, source: Checkpoint, tokenizer: Any, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+    ) -> cal.Calibration:
+        """Part of the rows replaced by what the model writes itself."""
+        assert options.self_text is not None
+        count = round(options.self_text * rows.rows)
+        if count == 0:
+            return rows
+        self.log(f"the model writes {count} calibration rows")
+        model = load(source.path, device, max_tokens=selfgen.PIECE)
+        eos = set(source.eos_ids(tokenizer))
+        ids = selfgen.calibration_rows(model, tokenizer, eos, count, rows.cols, options.seed)
+        model.unload()
+        sources = {name: n * (rows.rows - count) // rows.rows for name, n in rows.sources.items()}
+        return cal.Calibration(torch.cat([rows.ids[count:], ids]), sources | {"self-written": count})
+
+    def _weigh(
+        self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+    ) -> None:
+        """Rates by measured sensitivity; the importance of the outputs of each matrix into the work folder."""
+        if not options.wants_sensitivity:
+            return
+        assert options.damping is not None
+
+        def finished(index: int, found: dict[str, sensitivity.Sensitivity]) -> None:
+            kept = {f"{key}.channels": s.channels for key, s in found.items() if options.channel_weighting}
+            job.save_importance(index, kept | {f"{key}.output": s.output for key, s in found.items() if s.output is not None})
+
+        tokens = sensitivity.affordable(options.sensitivity_tokens(device.type), model, device)
+        ids = sensitivity.rows_for(rows.ids, tokens, 256 if device.type == "cpu" else 512)
+        self.log(f"measuring sensitivity on {ids.numel()} tokens")
+        outputs = bool(options.two_sided)
+        try:
+            found = sensitivity.measure(
+                model, source, ids, device, damping=options.damping, seed=options.seed, outputs=outputs, finished=finished
+            )
+        except sensitivity.NotFinite:  # the conversion itself will name the place, or do without half precision
+            self.warnings.append("sensitivity could not be measured: activations or gradients are not finite; bits are spread by place")
+            job.clean()
+            return
+        if plan.budget is not None and options.allocation == "sensitivity":
+            plan.spend(found, options)
 
     # the work
 
@@ -302,7 +357,8 @@ class _Conversion:
         for i in range(done, len(blocks)):
             self.current = blocks[i].key
             more = i + 1 < len(blocks) and options.max_module != i
-            result = quantize_block(i, team, plan.rates, policy, encode, self._step, ahead=i + 1 if more else None)
+            own = dataclasses.replace(policy, importance=job.importance(i))
+            result = quantize_block(i, team, plan.rates, own, encode, self._step, ahead=i + 1 if more else None)
             for w in team.workers:
                 w.model.unload_block(i)
             self._save(job, i, result.tensors, result.reports, result.block, options)
@@ -361,12 +417,28 @@ class _Conversion:
             tensors[f"{model.head_key}.weight"] = model.lm_head.weight.data.half()
         else:
             settings, scales = _policy(options).settings, options.out_scales != "never"
-            tensors, report = quantize_head(team, source, plan.head_bits, scales, settings, encode, self._step)
+            tensors, report = quantize_head(
+                team, source, plan.head_bits, scales, settings, encode, self._step, correction=options.correction or 0.0
+            )
             reports = [report]
         model.model.norm.unload()
         model.lm_head.unload()
         block = BlockReport(model.head_key, 0.0, 0.0, time.monotonic() - started)
         self._save(job, len(model.blocks), tensors, reports, block, options)
+
+    def _tune(
+        self, job: Job, source: Checkpoint, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Trained scales, biases and norms that replace what was written; empty without --tune."""
+        if not options.tune:
+            return {}
+        self.current = "tuning"
+        steps = options.tune_steps or TuneSettings.steps
+        tuned = tune(source, job.module, rows.ids, device, TuneSettings(steps=steps, seed=options.seed))
+        self.log(f"tuning: mean KL on held-out rows {tuned.before:.5f} before, {tuned.after:.5f} after {steps} steps")
+        if not tuned.tensors:
+            self.warnings.append("tuning did not lower the divergence on held-out rows; the scales stay as they were")
+        return tuned.tensors
 
     def _save(
         self, job: Job, index: int, tensors: dict[str, Tensor], reports: list[Any], block: BlockReport, options: ConvertOptions
@@ -398,6 +470,7 @@ class _Conversion:
         rows: cal.Calibration,
         output: Path,
         started: float,
+        tuned: dict[str, Tensor],
     ) -> Report:
         report = Report(str(output), plan.bits, plan.head_bits)
         for i in range(len(model.blocks) + 1):
@@ -414,7 +487,7 @@ class _Conversion:
             calibration=report.calibration,
             out_scales=options.out_scales,
         )
-        result = write_model(model, source, output, job.module, block, shard_size=options.shard_size, embedding=embedding)
+        result = write_model(model, source, output, job.module, block, shard_size=options.shard_size, embedding=embedding, replaced=tuned)
         report.bytes = sum(t.nbytes for t in result.tensors.values())
         report.total_bits = 8 * report.bytes / plan.total_weights
         report.seconds = time.monotonic() - started

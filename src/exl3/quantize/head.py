@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from exl3.files import Checkpoint
-from exl3.quantize.block import capture
+from exl3.quantize.block import capture, corrected
 from exl3.quantize.hessian import Hessian, check_activations
 from exl3.quantize.linear import EncodeAt, Group, Member, Settings
 from exl3.quantize.report import TensorReport
@@ -17,15 +17,25 @@ from exl3.quantize.together import Wanted, quantize_together
 
 
 def quantize_head(
-    team: Team, source: Checkpoint, bits: float, out_scales: bool, settings: Settings, encode: EncodeAt, progress: Callable[[int], None]
+    team: Team,
+    source: Checkpoint,
+    bits: float,
+    out_scales: bool,
+    settings: Settings,
+    encode: EncodeAt,
+    progress: Callable[[int], None],
+    *,
+    correction: float = 0.0,
 ) -> tuple[dict[str, Tensor], TensorReport]:
-    """Tensors of the head at `bits` and its report; the lead's model has it loaded."""
+    """Tensors of the head at `bits` and its report; the lead's model has it loaded. `correction`: see `block.corrected`."""
     lead = team.lead.model
     head, key = lead.lm_head, lead.head_key
     for w in team.workers[1:]:
         w.model.load_modules({f"{w.model.decoder_key}norm": w.model.model.norm}, source, w.device)
     total: Hessian | None = None
-    for part in team.over_shards(lambda w, number: w.streams.within_memory(lambda: _shard(w, number, key, head.in_features))):
+    for part in team.over_shards(
+        lambda w, number: w.streams.within_memory(lambda: _shard(w, number, key, head.in_features, correction > 0))
+    ):
         if total is None:
             total = part.on(team.lead.device)
         else:
@@ -38,7 +48,11 @@ def quantize_head(
 
     def build(_: Worker, job: Wanted, keys: list[str], hessian: Hessian) -> Group:
         bias = None if head.bias is None else head.bias.data
-        return Group(job.name, [Member(k, head.weight.data, bits, bias, out_scales) for k in keys], hessian)
+        return Group(
+            job.name,
+            [Member(k, corrected(head.weight.data, hessian, correction, settings.damping), bits, bias, out_scales) for k in keys],
+            hessian,
+        )
 
     job = Wanted(key, [key], [(head.in_features, head.out_features)], total)
     [(_, q)] = quantize_together(team, [job], build, encode, settings, progress, lead=True)
@@ -49,10 +63,11 @@ def _input(w: Worker, x: Tensor, batch: Any) -> Tensor:
     return capture(w.model.head, w.model.lm_head, x, batch)
 
 
-def _shard(w: Worker, number: int, key: str, features: int) -> Hessian:
-    hessian = Hessian(key, features, w.device)
-    for _, batch, x, _ in w.streams.batches(number):
-        hessian.add(_input(w, x, batch))
+def _shard(w: Worker, number: int, key: str, features: int, cross: bool) -> Hessian:
+    hessian = Hessian(key, features, w.device, cross=cross)
+    for _, batch, x, original in w.streams.batches(number):
+        other = _input(w, original, batch) if cross and original is not None else None
+        hessian.add(_input(w, x, batch), other)
     return hessian
 
 

@@ -16,23 +16,29 @@ CHUNK = 512  # tokens in one product: tensor cores truncate as they add, 2e-6 ov
 
 
 class Hessian:
-    """Second moment of one input, and optionally its product with the same input in the original model.
+    """Second moment of one input, and optionally its product with the same input in the original model and with what the residual stream
+    lacks at that place.
 
-    `matrix()` is (k, k) with k padded to 128; `cross()` is sum w x_q x_fp^T / sum w, the same shape. Nothing here but `check`,
-    `usable`, `dead_channels` and `weight` waits for the device.
+    `matrix()` is (k, k) with k padded to 128; `cross()` is sum w x_q x_fp^T / sum w, the same shape; `missing()` sum w x_q (r_fp - r_q)^T /
+    sum w, (k, hidden), None where the stream was not given. Nothing here but `check`, `usable`, `dead_channels` and `weight` waits for the
+    device.
     """
 
     def __init__(self, name: str, features: int, device: torch.device | str, *, cross: bool = False) -> None:
         self.name, self.features = name, features
         self.sum = torch.zeros(features, features, device=device)
         self.cross_sum = torch.zeros(features, features, device=device) if cross else None
+        self.missing_sum: Tensor | None = None
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)  # of weighted tokens
         self.unweighted = 0
         self.tokens = 0
         self.peak = torch.zeros(features, device=device)
 
-    def add(self, x: Tensor, x_original: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """x: (tokens, features), any float dtype; `weights` (tokens,): importance of each token, 1 without."""
+    def add(self, x: Tensor, x_original: Tensor | None = None, weights: Tensor | None = None, missing: Tensor | None = None) -> None:
+        """x: (tokens, features), any float dtype; `weights` (tokens,): importance of each token, 1 without; `missing` (tokens, hidden):
+        the original's residual stream less this one's."""
+        if missing is not None and self.missing_sum is None:
+            self.missing_sum = torch.zeros(self.features, missing.shape[1], device=self.sum.device)
         for start in range(0, x.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
             left = x[part] if weights is None else x[part].float() * weights[part].float().unsqueeze(1)
@@ -40,6 +46,8 @@ class Hessian:
             if self.cross_sum is not None:
                 assert x_original is not None
                 _accumulate(self.cross_sum, left, x_original[part])
+            if self.missing_sum is not None and missing is not None:
+                self.missing_sum.addmm_(left.float().T, missing[part].float())
         low, high = x.aminmax(dim=0)
         self.peak = torch.maximum(self.peak, torch.maximum(high, -low).float())
         if weights is None:
@@ -54,6 +62,8 @@ class Hessian:
         self.sum += other.sum
         if self.cross_sum is not None and other.cross_sum is not None:
             self.cross_sum += other.cross_sum
+        if self.missing_sum is not None and other.missing_sum is not None:
+            self.missing_sum += other.missing_sum
         self.weight_sum += other.weight_sum
         self.peak = torch.maximum(self.peak, other.peak)
         self.unweighted += other.unweighted
@@ -64,7 +74,7 @@ class Hessian:
         if self.sum.device == device:
             return self
         other = copy(self)
-        for name in ("sum", "cross_sum", "weight_sum", "peak"):
+        for name in ("sum", "cross_sum", "missing_sum", "weight_sum", "peak"):
             value = getattr(self, name)
             setattr(other, name, None if value is None else move(value, device))
         return other
@@ -99,6 +109,12 @@ class Hessian:
     def cross(self) -> Tensor:
         assert self.cross_sum is not None
         return self._padded(self.cross_sum)
+
+    def missing(self) -> Tensor | None:
+        if self.missing_sum is None:
+            return None
+        rows = torch.nn.functional.pad(self.missing_sum, (0, 0, 0, padded(self.features) - self.features))
+        return rows / max(self.weight, 1e-30)
 
     @property
     def dead_channels(self) -> list[int]:

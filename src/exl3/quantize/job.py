@@ -3,6 +3,7 @@
     lock                    held by the running process
     job.json                options, source fingerprint, rates; written once, before the first block
     calibration.safetensors token ids
+    importance/<block>.safetensors  importance of the outputs of its matrices, where measured
     modules/<name>.safetensors  finished tensors of one module, its report in the metadata
     state.safetensors       the streams behind the last block that is safely done, and its number
     report.json, recipe.yaml    when all is done
@@ -83,8 +84,7 @@ class Job:
         return None if plan.get("finished") else plan
 
     def begin(self, plan: dict[str, Any], calibration: Tensor) -> None:
-        """A fresh job: whatever an earlier one left is removed first."""
-        self.clean()
+        """A fresh job, in a folder that `clean` has cleared and `save_importance` may have written to."""
         (self.folder / "modules").mkdir(exist_ok=True)
         write_tensors(self.folder / "calibration.safetensors", {"input_ids": calibration})
         write_json(self.plan_path, {"version": __version__, **plan})
@@ -93,7 +93,8 @@ class Job:
         """Removes everything that this program writes here, but the lock."""
         for name in ("job.json", "calibration.safetensors", "state.safetensors", "report.json", "recipe.yaml"):
             (self.folder / name).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "modules", ignore_errors=True)
+        for name in ("modules", "importance"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def update(self, **changes: Any) -> None:
         """Rewrites entries of the plan (where things lie, `finished`)."""
@@ -104,10 +105,20 @@ class Job:
         self.update(finished=True)
         for name in ("state.safetensors", "calibration.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "modules", ignore_errors=True)
+        for name in ("modules", "importance"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def calibration(self) -> Tensor:
         return _read(self.folder / "calibration.safetensors")[0]["input_ids"]
+
+    def save_importance(self, index: int, tensors: dict[str, Tensor]) -> None:
+        """What was measured of the outputs of block `index`."""
+        (self.folder / "importance").mkdir(exist_ok=True)
+        write_tensors(self.folder / "importance" / f"{index:05d}.safetensors", tensors)
+
+    def importance(self, index: int) -> dict[str, Tensor]:
+        path = self.folder / "importance" / f"{index:05d}.safetensors"
+        return _read(path)[0] if path.exists() else {}
 
     # finished modules
 

@@ -47,7 +47,7 @@ def block_ldl(hessian: Tensor, damping: float, scale: Tensor, *, name: str = "")
     for retries in range(MAX_RETRIES + 1):
         chol, info = torch.linalg.cholesky_ex(rotated_hessian(damped(hessian, share), scale))
         if int(info) == 0 and bool(torch.isfinite(chol).all()):
-            return Factor(_unit_lower(chol), share, retries)
+            return Factor(unit_lower(chol), share, retries)
         share += extra
     raise NumericalError(
         f"{name or 'Hessian'}: the Cholesky factorisation fails even with {share - extra:.3f} of the mean diagonal added; "
@@ -55,7 +55,7 @@ def block_ldl(hessian: Tensor, damping: float, scale: Tensor, *, name: str = "")
     )
 
 
-def _unit_lower(chol: Tensor) -> Tensor:
+def unit_lower(chol: Tensor) -> Tensor:
     """C -> C diag(C_bb)^-1 - I with C_bb the 16x16 diagonal blocks."""
     k = chol.shape[0]
     blocks = k // BLOCK

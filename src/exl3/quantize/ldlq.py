@@ -24,10 +24,12 @@ Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass
 class Problem:
-    """One matrix to quantize: `rotated` (k, n) fp32 in codebook units, `lower` (k, k) from block_ldl or None (no feedback)."""
+    """One matrix to quantize: `rotated` (k, n) fp32 in codebook units, `lower` (k, k) from block_ldl or None (no feedback), `right` (n, n)
+    likewise for the columns (see twosided; not for `ldlq`)."""
 
     rotated: Tensor
     lower: Tensor | None
+    right: Tensor | None = None
 
 
 @dataclass

@@ -17,9 +17,10 @@ from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import Factor, block_ldl, damped
 from exl3.quantize.ldlq import Encode, Problem, Solution, ldlq
 from exl3.quantize.refit import FP16_MAX, proxy_error, refit_scales, round_scales
-from exl3.quantize.regularize import padded, random_signs, regularize, restore
+from exl3.quantize.regularize import channel_scale, padded, random_signs, regularize, restore
 from exl3.quantize.report import TensorReport
 from exl3.quantize.scales import global_scales
+from exl3.quantize.twosided import ldlq_two_sided, output_factor
 
 # (tiles, rate, seam window) -> (states, values)
 EncodeAt = Callable[[Tensor, float, int], tuple[Tensor, Tensor]]
@@ -48,6 +49,8 @@ class Member:
     rate: float
     bias: Tensor | None = None
     out_scales: bool = True
+    channels: Tensor | None = None  # importance of the output channels; decides the output scales where given
+    output: Tensor | None = None  # (out, out): how the loss couples the outputs; makes the feedback two-sided
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Work:
     rotated: Tensor | None  # (k, n) fp32, until it goes into the recursion
     suh: Tensor
     svh: Tensor
+    output: Tensor | None = None  # (n, n), original basis
     factor: Factor | None = None  # without its matrix once the recursion has it
     scale: float = 1.0
     searched: bool = False
@@ -90,7 +94,8 @@ class Work:
     def problem(self) -> Problem:
         """What the recursion needs, given away: large matrices live no longer than needed."""
         assert self.rotated is not None
-        problem = Problem(self.rotated, None if self.factor is None else self.factor.lower)
+        right = None if self.output is None else output_factor(self.output, self.svh)
+        problem = Problem(self.rotated, None if self.factor is None else self.factor.lower, right)
         self.rotated = None
         if self.factor is not None:
             self.factor = dataclasses.replace(self.factor, lower=torch.empty(0))
@@ -126,13 +131,14 @@ def prepare(groups: list[Group], encode: EncodeAt, settings: Settings) -> list[W
 def solve(
     problems: list[tuple[Problem, float]], encode: EncodeAt, settings: Settings, progress: Callable[[int], None] | None = None
 ) -> list[Solution]:
-    """The recursion for matrices with their rates, those of one rate in step; solutions in the order given. Empties `problems`."""
+    """The recursion for matrices with their rates, those of one rate and kind in step; solutions in the order given. Empties `problems`."""
     found: dict[int, Solution] = {}
     left = dict(enumerate(problems))
     problems.clear()
-    for rate in dict.fromkeys(r for _, r in left.values()):
-        indices = [i for i, (_, r) in left.items() if r == rate]
-        solutions = ldlq([left.pop(i)[0] for i in indices], _bound(encode, rate, settings.seam_window), progress)
+    for rate, two_sided in dict.fromkeys((r, p.right is not None) for p, r in left.values()):
+        indices = [i for i, (p, r) in left.items() if (r, p.right is not None) == (rate, two_sided)]
+        recursion = ldlq_two_sided if two_sided else ldlq
+        solutions = recursion([left.pop(i)[0] for i in indices], _bound(encode, rate, settings.seam_window), progress)
         found |= zip(indices, solutions)
     return [found[i] for i in sorted(found)]
 
@@ -156,8 +162,10 @@ def _regularize(group: Group, settings: Settings) -> list[Work]:
     for m in members:
         target = _pad(m.weight.float().T)
         out_signs = random_signs(f"{m.key}:out", target.shape[1], settings.seed).to(device)
-        reg = regularize(target, signs, out_signs, out_scales=m.out_scales)
-        work.append(Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh))
+        scale = None if m.channels is None else channel_scale(target, m.channels)
+        reg = regularize(target, signs, out_signs, out_scales=m.out_scales, scale=scale)
+        output = None if m.output is None else _square(m.output.to(device).float(), target.shape[1])
+        work.append(Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh, output))
     return work
 
 
@@ -204,7 +212,7 @@ def _finish(w: Work, settings: Settings) -> Quantized:
     used = 0.0 if w.factor is None else w.factor.damping
     if settings.refit_rounds:
         metric = damped(w.matrix, used) if w.calibrated else w.matrix
-        suh16, svh16 = refit_scales(w.values, w.suh, w.svh, w.target, metric, rounds=settings.refit_rounds)
+        suh16, svh16 = refit_scales(w.values, w.suh, w.svh, w.target, metric, w.output, rounds=settings.refit_rounds)
         del metric
     else:
         suh16, svh16 = round_scales(w.suh), round_scales(w.svh)
@@ -246,6 +254,10 @@ def _report(work: list[Work], results: list[Quantized], seconds: float) -> None:
     for w, result, (proxy, weight) in zip(work, results, errors):
         result.report.proxy_error, result.report.weight_error = proxy, weight
         result.report.seconds = seconds * w.target.numel() / total
+
+
+def _square(m: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(m, (0, size - m.shape[0], 0, size - m.shape[0]))
 
 
 def _pad(w: Tensor) -> Tensor:

@@ -23,10 +23,18 @@ CHANGEABLE = frozenset(
 # for one run only: a resumed job starts from their defaults
 MOMENTARY = frozenset({"max_module", "last_checkpoint_index"})
 
+CORRECTION = 0.5  # share of the error made upstream that targets make up for
+
+# tokens of the reverse pass that measures sensitivity, by quality and device
+_SENSITIVITY = {
+    ("fast", "cpu"): 2048, ("default", "cpu"): 4096, ("best", "cpu"): 16384,
+    ("fast", "gpu"): 16384, ("default", "gpu"): 65536, ("best", "gpu"): 262144,
+}  # fmt: skip
+
 # calibration (rows, tokens in a row) by quality, on a CPU and on a GPU
 _CALIBRATION = {
     ("fast", "cpu"): (24, 512), ("default", "cpu"): (48, 512), ("best", "cpu"): (256, 1024),
-    ("fast", "gpu"): (64, 2048), ("default", "gpu"): (250, 2048), ("best", "gpu"): (1000, 2048),
+    ("fast", "gpu"): (64, 2048), ("default", "gpu"): (128, 2048), ("best", "gpu"): (1000, 2048),
 }  # fmt: skip
 
 
@@ -54,6 +62,10 @@ class ConvertOptions:
     cal_data: str | None = None
     cal_rows: int | None = None
     cal_cols: int | None = None
+    allocation: str | None = None  # bits by "sensitivity" (measured) or by "place" (kind of matrix and depth)
+    channel_weighting: bool | None = None  # output scales by measured importance of the channels
+    two_sided: bool | None = None  # errors are fed back over the outputs, too, by how the loss couples them
+    self_text: float | None = None  # share of the calibration rows that the model writes itself
     out_scales: str = "auto"
     scaled_hessian: bool | None = None  # the LDL factor sees the rows' scales
     damping: float | None = None  # share of the Hessian's mean diagonal
@@ -61,6 +73,8 @@ class ConvertOptions:
     correction: float | None = None  # share of the error made upstream that targets make up for, 0 ... 1
     token_weighting: bool | None = None  # attention-sink and outlier tokens count less
     seam_window: int | None = None
+    tune: bool = False  # distil the original into scales and norms when all is quantized
+    tune_steps: int | None = None
     seed: int = 0
     hessians: str | None = None
     hessians_one_sided: bool = False
@@ -89,7 +103,11 @@ class ConvertOptions:
             "scaled_hessian": not incumbent,
             "damping": 0.025,
             "recapture": not incumbent and o.quality != "fast",
-            "correction": 0.0,
+            "correction": 0.0 if incumbent or o.quality == "fast" or o.recapture is False else CORRECTION,
+            "allocation": "place" if incumbent or o.quality == "fast" else "sensitivity",
+            "channel_weighting": not incumbent and o.quality != "fast",
+            "self_text": 0.0,
+            "two_sided": False,
             "token_weighting": False,
             "seam_window": 64 if o.quality == "fast" and not incumbent else 0,
         }
@@ -104,6 +122,19 @@ class ConvertOptions:
         """A copy whose calibration size is chosen for the kind of device."""
         rows, cols = _CALIBRATION[self.quality, "cpu" if device_type == "cpu" else "gpu"]
         return dataclasses.replace(self, cal_rows=self.cal_rows or rows, cal_cols=self.cal_cols or cols)
+
+    def sensitivity_tokens(self, device_type: str) -> int:
+        """Calibration tokens that the reverse pass looks at."""
+        return _SENSITIVITY[self.quality, "cpu" if device_type == "cpu" else "gpu"]
+
+    @property
+    def wants_sensitivity(self) -> bool:
+        """Whether the reverse pass is needed: for rates that no recipe fixes, or for the output scales."""
+        return (
+            (self.allocation == "sensitivity" and self.recipe is None)
+            or (bool(self.channel_weighting) and self.out_scales == "auto")
+            or bool(self.two_sided)
+        )
 
     def fixed(self) -> dict[str, Any]:
         """The settings that decide the output's bytes: a resumed job must agree in all of them."""
@@ -162,6 +193,8 @@ def _check_values(o: ConvertOptions) -> None:
     _choice("half_rates", o.half_rates, ("auto", "always", "never"))
     _choice("quality", o.quality, QUALITIES)
     _choice("out_scales", o.out_scales, ("auto", "always", "never"))
+    if o.allocation is not None:
+        _choice("allocation", o.allocation, ("sensitivity", "place"))
     if o.preset is not None:
         _choice("preset", o.preset, ("incumbent",))
     o.head_rates_ok()
@@ -172,10 +205,12 @@ def _check_values(o: ConvertOptions) -> None:
         "shard_size": 0,
         "cal_rows": 1,
         "cal_cols": 2,
+        "tune_steps": 1,
         "checkpoint_interval": 0,
         "seam_window": 0,
         "damping": 0,
         "correction": 0,
+        "self_text": 0,
     }
     for name, least in minimum.items():
         value = getattr(o, name)
@@ -183,8 +218,10 @@ def _check_values(o: ConvertOptions) -> None:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
     if o.seam_window is not None and (o.seam_window > 256 or o.seam_window % 2):
         raise ArgumentError(f"seam_window is {o.seam_window}; it must be even and at most 256, 0 for all positions")
-    if o.correction is not None and o.correction > 1:
-        raise ArgumentError(f"correction is {o.correction}; it must lie between 0 and 1")
+    for name in ("correction", "self_text"):
+        value = getattr(o, name)
+        if value is not None and value > 1:
+            raise ArgumentError(f"{name} is {value:g}; it must lie between 0 and 1")
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

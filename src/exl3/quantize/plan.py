@@ -13,10 +13,11 @@ from exl3.codec.embedding import EMBEDDING_DIM
 from exl3.errors import ArgumentError, ResourceError
 from exl3.files import Checkpoint, check_disk
 from exl3.models import memory
-from exl3.quantize.allocate import Spec, allocate, allocate_budget, mean_bits
+from exl3.quantize.allocate import Spec, allocate, allocate_budget, allocate_costs, mean_bits
 from exl3.quantize.options import ConvertOptions
 from exl3.quantize.recipe import Recipe, read_recipe
 from exl3.quantize.regularize import padded
+from exl3.quantize.sensitivity import Sensitivity, affordable, distortion
 
 RING_RATES = (8, 7, 6, 5, 4)  # for the token embedding, where --total-bits needs it
 _MIB = 1 << 20
@@ -33,6 +34,7 @@ class Plan:
     total_weights: int  # of the source model
     small_bits: int  # stored bits of everything that is neither matrix nor embedding
     embed_shape: tuple[int, int]  # rows, hidden size
+    budget: int | None = None  # trellis bits for the decoder's matrices; None: a recipe fixes the rates
 
     @property
     def head_bits(self) -> float:
@@ -47,6 +49,17 @@ class Plan:
     def ring_weights(self) -> int:
         """Values to encode for a ring-quantized embedding, padding included."""
         return self.embed_shape[0] * -(-self.embed_shape[1] // EMBEDDING_DIM) * EMBEDDING_DIM
+
+    def spend(self, found: dict[str, Sensitivity], options: ConvertOptions) -> None:
+        """Rates of least predicted loss within the budget; what -hq promises stays a floor."""
+        assert self.budget is not None
+        costs = {key: s.cost for key, s in found.items()}
+        half = options.half_rates != "never"
+        measured = allocate_costs(
+            self.specs, self.budget, costs, lambda rate: distortion(options.codebook, rate), codebook=options.codebook, half_rates=half
+        )
+        floors = {s.key: self.rates[s.key] if options.hq and s.hq_bits else 0 for s in self.specs}
+        self.rates |= {key: max(rate, floors[key]) for key, rate in measured.items()}
 
     def stored_bits(self) -> int:
         """Bits of the result, scales and all."""
@@ -96,9 +109,16 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
     embedding = source.embedding(model.embed_key)
     matrices = {f"{s.key}.weight" for s in [*specs, head]}
     small = [source.tensors[n] for n in used if n not in matrices and n not in embedding.names and len(source.tensors[n].shape) < 2]
+    widened = sum(16 * (s.out_padded - s.out_features) for s in [*specs, head] if f"{s.key}.bias" in used)  # biases are padded, too
     total = sum(source.tensors[n].numel for n in used)
     plan = Plan(
-        specs, head, {head.key: head_bits}, options.embed_bits, total, sum(8 * t.nbytes for t in small), (embedding.rows, embedding.hidden)
+        specs,
+        head,
+        {head.key: head_bits},
+        options.embed_bits,
+        total,
+        sum(8 * t.nbytes for t in small) + widened,
+        (embedding.rows, embedding.hidden),
     )
     if recipe is not None:
         plan.rates |= _from_recipe(recipe, specs, options)
@@ -106,6 +126,7 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
         _meet_total(plan, options, half)
     else:
         assert options.bits is not None
+        plan.budget = int(options.bits * sum(s.weights for s in specs))
         plan.rates |= allocate(specs, options.bits, codebook=options.codebook, half_rates=half, hq=options.hq)
     return plan
 
@@ -130,8 +151,9 @@ def _meet_total(plan: Plan, options: ConvertOptions, half: bool) -> None:
     choices = [options.embed_bits, *(r for r in RING_RATES if r < options.embed_bits)]
     good = [e for e in choices if budget(e) >= 0.9 * options.total_bits * weights]
     plan.embed_bits = good[0] if good else choices[-1]
+    plan.budget = budget(plan.embed_bits)
     try:
-        plan.rates |= allocate_budget(plan.specs, budget(plan.embed_bits), codebook=options.codebook, half_rates=half, hq=options.hq)
+        plan.rates |= allocate_budget(plan.specs, plan.budget, codebook=options.codebook, half_rates=half, hq=options.hq)
     except ArgumentError:
         least = (weights - budget(plan.embed_bits) + allowed) / plan.total_weights
         raise ArgumentError(
@@ -154,7 +176,11 @@ def check_resources(
         check_disk(work, on_work, "the work folder")
         check_disk(output, result, "the result")
     working = {"weights and working copies": working_bytes(plan, model, devices[0])}
-    host = {"calibration streams": streams}
+    kept = 0  # of the reverse pass that measures sensitivity
+    if options.wants_sensitivity and not resuming:
+        tokens = affordable(options.sensitivity_tokens(devices[0].type), model, devices[0])
+        kept = 4 * tokens * (len(model.blocks) + 2) * model.config.hidden_size
+    host = {"calibration streams": max(streams, kept)}  # one after the other
     _check_memory(host | working if devices[0].type == "cpu" else host, torch.device("cpu"))
     for device in devices if devices[0].type != "cpu" else []:  # what exceeds it goes into host memory
         _check_memory({"a block and its statistics": least_bytes(plan)}, device)

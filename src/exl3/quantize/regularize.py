@@ -17,6 +17,7 @@ from torch import Tensor
 from exl3.codec.rotation import hadamard
 
 HADAMARD = 128
+CHANNEL_FLOOR = 0.02  # of the mean importance: no channel is worth nothing
 _EMPTY_CHANNEL = 0.1  # scale of an all-zero channel while it is processed
 
 
@@ -69,15 +70,33 @@ def column_rms(w: Tensor) -> Tensor:
     return w.square().mean(0).sqrt()
 
 
-def regularize(w: Tensor, input_signs: Tensor, output_signs: Tensor, *, out_scales: bool = True) -> Regularized:
+def channel_scale(weight: Tensor, channels: Tensor) -> Tensor:
+    """Output scale of each column that makes a matrix's noise cost least: (energy / importance)^(1/4), mean 1 over non-empty columns.
+
+    weight (k, n) fp32; channels (<= n,): importance, mean 1. The 128-point rotation gives each column of a block noise of the square of
+    its scale, while the block's energy is the mean of (column / scale)^2; of their product this is the minimum (Cauchy-Schwarz).
+    """
+    energy = weight.square().mean(0)
+    importance = torch.ones_like(energy)
+    importance[: len(channels)] = channels.to(energy) + CHANNEL_FLOOR
+    scale = (energy / importance).pow(0.25)
+    return scale / scale[scale > 0].mean() if bool((scale > 0).any()) else torch.ones_like(scale)
+
+
+def regularize(
+    w: Tensor, input_signs: Tensor, output_signs: Tensor, *, out_scales: bool = True, scale: Tensor | None = None
+) -> Regularized:
     """Rotates and scales `w`, `(k, n)` fp32 with k and n multiples of 128.
 
-    `input_signs` (k,), `output_signs` (n,): +-1. `out_scales`: fold the columns' relative RMS into svh.
+    `input_signs` (k,), `output_signs` (n,): +-1. `out_scales`: fold the columns' relative RMS into svh, or `scale`
+    (n,), positive for columns that are not empty, in its place.
     """
     w = w.float()
     columns = column_rms(w)
     empty = columns == 0
-    if out_scales:
+    if scale is not None:
+        scale = torch.where(empty, torch.full_like(columns, _EMPTY_CHANNEL), scale.to(columns))
+    elif out_scales:
         mean = columns.sum() / (~empty).sum().clamp_min(1)
         scale = torch.where(empty, torch.full_like(columns, _EMPTY_CHANNEL), columns / mean)
     else:

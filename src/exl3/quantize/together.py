@@ -29,6 +29,7 @@ class Wanted:
     keys: list[str]
     shapes: list[tuple[int, int]]
     hessian: Hessian
+    two_sided: bool = False  # such matrices cannot be cut into columns
 
 
 # (worker, input, keys, statistics on the worker's device) -> the matrices on that device
@@ -52,7 +53,7 @@ def quantize_together(
     sizes = [padded(k) * padded(n) for w in wanted for k, n in w.shapes]
     owners = [0] * len(sizes) if lead else deal(sizes, speeds)
     try:
-        results = _share(team, wanted, owners, speeds, build, encode, settings, progress)
+        results = None if any(w.two_sided for w in wanted) else _share(team, wanted, owners, speeds, build, encode, settings, progress)
     except torch.OutOfMemoryError:
         results = None
     if results is None:  # no copies of parts on other devices, and no more at once than fits

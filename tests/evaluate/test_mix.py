@@ -1,0 +1,126 @@
+"""Mixing finished quantizations: what is measured against models put together by hand, what is chosen against all choices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "quantize"))
+from tiny_llama import VOCAB, write_model
+
+import exl3
+from exl3 import ops
+from exl3.errors import ArgumentError, BackendError, FormatError, UnsupportedError
+from exl3.evaluate.mix import Measurement, MixGroup, choose, groups_of, measure, write_mix
+from exl3.files import Checkpoint
+from exl3.quantize.convert import convert
+
+
+def _native_encoder() -> bool:
+    try:
+        return "encode" in ops.backend("cpu").ops
+    except BackendError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not _native_encoder(), reason="the reference search is too slow for whole conversions: build libexl3_cpu")
+IDS = torch.randint(0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+OPTIONS = {"devices": "cpu", "seam_window": 16, "allocation": "place", "channel_weighting": False, "correction": 0.0, "cal_rows": 6}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("mix")
+    source = write_model(folder / "source")
+    save_file({"input_ids": torch.randint(0, VOCAB, (6, 48), generator=torch.Generator().manual_seed(9))}, folder / "cal.safetensors")
+    for bits in (2, 4):
+        convert(source, folder / f"{bits}", bits, cal_data=str(folder / "cal.safetensors"), **OPTIONS)
+    return folder, measure(source, [folder / "2", folder / "4"], IDS, device="cpu")
+
+
+def divergence(reference: Path, other: Path) -> float:
+    p, q = (exl3.load(d, "cpu").logits(IDS).double().log_softmax(-1) for d in (reference, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_each_figure_is_that_of_a_model_with_one_group_exchanged(case, tmp_path: Path):
+    folder, found = case
+    assert found.base_kl == pytest.approx(divergence(folder / "source", folder / "2"), rel=1e-5)
+    assert len(found.groups) == 8 and found.tokens == IDS.numel()
+    for g in (0, 3, 6):
+        chosen = [int(i == g) for i in range(8)]
+        write_mix(found, chosen, tmp_path / f"{g}")
+        assert found.groups[g].kl[1] == pytest.approx(divergence(folder / "source", tmp_path / f"{g}"), rel=1e-5)
+        assert found.groups[g].bits[1] == 2 * found.groups[g].bits[0]
+
+
+def test_little_memory_gives_the_same_figures(case):
+    folder, found = case
+    again = measure(folder / "source", [folder / "2", folder / "4"], IDS, device="cpu", memory_gb=1e-9)
+    assert [g.kl for g in again.groups] == [g.kl for g in found.groups]
+
+
+def test_the_choice_is_the_best_within_the_budget(case):
+    _, found = case
+    total = sum(g.bits[0] for g in found.groups) / 2  # weights
+    for bits in (2.0, 2.6, 3.3, 4.0):
+        chosen = choose(found, bits)
+        assert sum(g.bits[q] for g, q in zip(found.groups, chosen)) <= bits * total
+        gain = sum(g.kl[q] for g, q in zip(found.groups, chosen))
+        fits = [c for c in itertools.product((0, 1), repeat=8) if sum(g.bits[q] for g, q in zip(found.groups, c)) <= bits * total]
+        assert gain == pytest.approx(min(sum(g.kl[q] for g, q in zip(found.groups, c)) for c in fits), rel=1e-9)
+    with pytest.raises(ArgumentError, match="the cheapest mixture has 2"):
+        choose(found, 1.5)
+
+
+def test_the_mixture_is_made_of_the_very_tensors(case, tmp_path: Path):
+    folder, found = case
+    chosen = choose(found, 3.0)
+    result = write_mix(found, chosen, tmp_path / "out")
+    parts = [load_file(folder / n / "model.safetensors") for n in ("2", "4")]
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    origin = {key: q for g, q in zip(found.groups, chosen) for key in g.keys}
+    assert made.keys() == parts[0].keys() and 0 < sum(chosen) < 8
+    assert all(torch.equal(t, parts[origin.get(name.rsplit(".", 1)[0], 0)][name]) for name, t in made.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert 2 < config["bits"] <= 3 and result.is_exl3
+    assert divergence(folder / "source", tmp_path / "out") < found.base_kl
+
+
+def test_levels_and_files(case, tmp_path: Path):
+    folder, found = case
+    block = exl3.load(folder / "2", "cpu").blocks[0]
+    assert [len(groups_of(block, level)) for level in (0, 1, 2, 3)] == [1, 2, 4, 7]
+    found.write(tmp_path / "m.json")
+    assert Measurement.read(tmp_path / "m.json") == found
+    for text in ("{}", "nonsense", json.dumps({**json.loads((tmp_path / "m.json").read_text()), "quants": ["a"]})):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(FormatError, match=r"bad\.json"):
+            Measurement.read(tmp_path / "bad.json")
+
+
+def test_what_cannot_be_mixed_is_refused(case, tmp_path: Path):
+    folder, found = case
+    with pytest.raises(ArgumentError, match="at least two"):
+        measure(folder / "source", [folder / "2"], IDS, device="cpu")
+    with pytest.raises(ArgumentError, match="level is 7"):
+        measure(folder / "source", [folder / "2", folder / "4"], IDS, device="cpu", level=7)
+    with pytest.raises(ArgumentError, match="not an EXL3 model"):
+        measure(folder / "source", [folder / "2", folder / "source"], IDS, device="cpu")
+    other = write_model(tmp_path / "other", layers=1)
+    convert(other, tmp_path / "o", 2, cal_data=str(folder / "cal.safetensors"), **OPTIONS)
+    with pytest.raises(ArgumentError, match="another model"):
+        measure(folder / "source", [folder / "2", tmp_path / "o"], IDS, device="cpu")
+    convert(folder / "source", tmp_path / "mcg", 3, cal_data=str(folder / "cal.safetensors"), codebook="mcg", **OPTIONS)
+    mixed = Measurement("r", [str(folder / "2"), str(tmp_path / "mcg")], 2, 1, 0.0, [MixGroup(g.keys, g.bits, g.kl) for g in found.groups])
+    with pytest.raises(UnsupportedError, match="codebooks"):
+        write_mix(mixed, [1] * 8, tmp_path / "x")
+    with pytest.raises(ArgumentError, match="choose another"):
+        write_mix(found, [0] * 8, folder / "2")
+    assert Checkpoint.open(folder / "2").is_exl3

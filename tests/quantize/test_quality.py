@@ -1,0 +1,126 @@
+"""Options that buy quality, through whole conversions of a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_convert import _native_encoder, contents, run
+from tiny_llama import LAYERS, VOCAB, write_model
+
+import exl3
+from exl3 import ops
+from exl3.errors import ArgumentError, JobError
+from exl3.files import Checkpoint
+from exl3.quantize.convert import convert
+from exl3.quantize.tune import HELD_OUT, TuneSettings, tune
+
+pytestmark = pytest.mark.skipif(not _native_encoder(), reason="the reference search is too slow for whole conversions: build libexl3_cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("quality") / "source", bias=True)
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quality") / "cal.safetensors"
+    save_file({"input_ids": torch.randint(0, VOCAB, (64, 48), generator=torch.Generator().manual_seed(9))}, path)
+    return path
+
+
+def divergence(source: Path, out: Path, ids: torch.Tensor) -> float:
+    p, q = (exl3.load(d, "cpu").logits(ids).double().log_softmax(-1) for d in (source, out))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+IDS = torch.randint(0, VOCAB, (24, 48), generator=torch.Generator().manual_seed(77))
+
+
+def test_each_step_lowers_the_divergence(tmp_path: Path, source: Path, calibration: Path):
+    steps = {
+        "place": {"allocation": "place", "channel_weighting": False},
+        "sensitivity": {"channel_weighting": False},
+        "default": {},
+        "two-sided": {"two_sided": True},
+    }
+    kl = {}
+    for name, options in steps.items():
+        report = run(source, tmp_path / name, calibration, 3, **options)
+        assert report.bits <= 3 and report.bits == pytest.approx(3, abs=0.05)
+        kl[name] = divergence(source, tmp_path / name, IDS)
+    assert kl["two-sided"] < kl["default"] < kl["place"] and kl["sensitivity"] < kl["place"], kl
+
+
+def test_rates_come_back_as_a_recipe(tmp_path: Path, source: Path, calibration: Path):
+    run(source, tmp_path / "a", calibration, 2.7)
+    recipe = tmp_path / "a.work" / "recipe.yaml"
+    report = run(source, tmp_path / "b", calibration, None, recipe=str(recipe))
+    assert contents(tmp_path / "a")["model.safetensors"] == contents(tmp_path / "b")["model.safetensors"]
+    assert len({t.bits for t in report.tensors if "lm_head" not in t.key}) > 1
+
+
+def test_total_bits_by_sensitivity(tmp_path: Path, source: Path, calibration: Path):
+    report = run(source, tmp_path / "out", calibration, None, total_bits=9.0, head_bits=4)
+    assert 8.5 < report.total_bits <= 9.0
+    rates = {t.key: t.bits for t in report.tensors}
+    for i in range(LAYERS):  # what shares an input keeps one rate
+        assert len({rates[f"model.layers.{i}.self_attn.{n}_proj"] for n in "qkv"}) == 1
+
+
+@pytest.mark.parametrize("stop_at", [3, 60])
+def test_an_interrupted_two_sided_job_resumes_to_the_same_bytes(
+    tmp_path: Path, source: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+):
+    options = {"two_sided": True, "tune": True, "tune_steps": 2}
+    run(source, tmp_path / "whole", calibration, 2.5, **options)
+    calls, encode = 0, ops.encode
+
+    def dies(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise KeyboardInterrupt
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "encode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", calibration, 2.5, **options)
+    monkeypatch.setattr(ops, "encode", encode)
+    with pytest.raises(JobError, match="two_sided"):
+        convert(work_dir=tmp_path / "out.work", resume=True, two_sided=False)
+    convert(work_dir=tmp_path / "out.work", resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / "out.work" / "importance").exists()
+
+
+def test_tuning_lowers_the_divergence_and_moves_scales_alone(tmp_path: Path, source: Path):
+    ids = torch.randint(0, VOCAB, (512, 48), generator=torch.Generator().manual_seed(9))  # fewer would be learnt by heart
+    save_file({"input_ids": ids}, tmp_path / "cal.safetensors")
+    lines: list[str] = []
+    for name, options in (("plain", {}), ("tuned", {"tune": True, "tune_steps": 60, "log": lines.append})):
+        run(source, tmp_path / name, tmp_path / "cal.safetensors", 2, cal_rows=512, **options)
+    plain, tuned = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "tuned"))
+    assert plain.keys() == tuned.keys()
+    changed = {name.rsplit(".", 1)[1] for name in plain if not torch.equal(plain[name], tuned[name])}
+    assert changed == {"suh", "svh", "bias", "weight"}  # weight: the norms'
+    assert all(torch.equal(plain[n], tuned[n]) for n in plain if n.endswith("trellis") or "embed" in n)
+    assert all(plain[n].dtype == tuned[n].dtype and plain[n].shape == tuned[n].shape for n in plain)
+    before, after = divergence(source, tmp_path / "plain", IDS), divergence(source, tmp_path / "tuned", IDS)
+    assert after < 0.99 * before
+    held = ids[::HELD_OUT]
+    line = next(t for t in lines if t.startswith("tuning: mean KL"))
+    told = [float(w) for w in line.replace(",", "").split() if w[0].isdigit() and "." in w]
+    assert told[0] == pytest.approx(divergence(source, tmp_path / "plain", held), rel=1e-3)
+    assert told[1] == pytest.approx(divergence(source, tmp_path / "tuned", held), rel=1e-2)  # fp16 rounding of the scales in between
+
+
+def test_tuning_needs_a_row_to_judge_by(tmp_path: Path, source: Path, calibration: Path):
+    with pytest.raises(ArgumentError, match="at least 2 calibration rows"):  # before the first layer
+        run(source, tmp_path / "out", calibration, 2, tune=True, cal_rows=1)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
+    with pytest.raises(ArgumentError, match="at least 2"):
+        tune(Checkpoint.open(source), lambda i: {}, torch.zeros(1, 8, dtype=torch.int32), torch.device("cpu"), TuneSettings())
