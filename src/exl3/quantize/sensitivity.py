@@ -38,6 +38,7 @@ _GAUSS_PAIR: dict[float, float] = {1: 0.2671, 2: 0.0687, 3: 0.01766, 4: 0.00464,
 OUTPUT_LIMIT = 16384  # outputs; wider matrices keep one-sided feedback
 WORTH = 0.97  # share of the predicted loss that two-sided feedback may leave to be used
 _SHELF_BYTES = {"cpu": 1 << 30, "gpu": 16 << 30}  # at most, for the streams between blocks; a GPU's may wait in host memory
+HEAD_TOKENS = 512  # tokens whose logits are held at once
 _WORK = 1 << 26  # values of per-row gradients held at once
 
 
@@ -146,14 +147,19 @@ def _head_gradients(
     generator = torch.Generator(device).manual_seed(seed)
     gradients = []
     for x, batch in zip(streams, batches):
-        with torch.enable_grad():
-            leaf = x.to(device).detach().requires_grad_()
-            logits = model.head(leaf, batch)
-            noise = torch.empty_like(logits).exponential_(generator=generator).log_()
-            labels = (logits.detach() - noise).argmax(1)  # Gumbel's trick: a draw from softmax(logits)
-            torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-        assert leaf.grad is not None
-        gradients.append(leaf.grad)
+        x = x.to(device).detach()
+        gradient = torch.empty_like(x)
+        for start in range(0, len(x), HEAD_TOKENS):
+            part = slice(start, start + HEAD_TOKENS)
+            with torch.enable_grad():
+                leaf = x[part].clone().requires_grad_()
+                logits = model.head(leaf, batch)
+                noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+                labels = noise.neg_().add_(logits.detach()).argmax(1)  # Gumbel's trick: a draw from softmax(logits)
+                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+            assert leaf.grad is not None
+            gradient[part] = leaf.grad
+        gradients.append(gradient)
     model.model.norm.unload()
     model.lm_head.unload()
     return gradients
