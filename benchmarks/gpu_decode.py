@@ -104,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     path = cuda_library()
     if path is None or not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU and libexl3_cuda.so (EXL3_CUDA_LIB=...)")
+        raise SystemExit("needs an NVIDIA GPU and libexl3_cuda.so (EXL3_TEST_CUDA_LIB=...)")
     lib = Library(path, "cuda")
     found = []
     for case in options.cases.split(","):

@@ -148,8 +148,8 @@ class Library:
 
 
 def cuda_library() -> Path | None:
-    """libexl3_cuda.so: EXL3_CUDA_LIB, or where a build left it."""
-    places = [Path(p) for p in (os.environ.get("EXL3_CUDA_LIB"),) if p]
+    """libexl3_cuda.so: EXL3_TEST_CUDA_LIB, or where a build left it."""
+    places = [Path(p) for p in (os.environ.get("EXL3_TEST_CUDA_LIB"),) if p]
     places += [ROOT / "build" / "cuda" / "libexl3_cuda.so", ROOT / "src" / "exl3" / "libexl3_cuda.so"]
     return next((p for p in places if p.exists()), None)
 
