@@ -20,11 +20,12 @@ from exl3.evaluate import Comparison, Summary
 from exl3.evaluate import compare as module_function
 from exl3.evaluate.compare import gguf_logits, is_gguf, layer_errors
 from exl3.evaluate.report import write_report
+from exl3.models import stages
 
 compare_module = sys.modules["exl3.evaluate.compare"]
 
 
-def test_layer_errors_against_streams_kept_by_hand(tmp_path: Path):
+def test_layer_errors_against_streams_kept_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     a, b = (exl3.load(write_model(tmp_path / n, seed=s), "cpu") for n, s in (("a", 0), ("b", 1)))
     row = torch.arange(20) * 7 % VOCAB
     got = layer_errors(a, b, row)
@@ -40,6 +41,10 @@ def test_layer_errors_against_streams_kept_by_hand(tmp_path: Path):
     for value, x, y in zip(got, *kept):
         assert value == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-5)
     assert layer_errors(a, a, row) == [0.0] * LAYERS
+    split = exl3.load(tmp_path / "b", "cpu,cpu")
+    moves: list[torch.device] = []
+    monkeypatch.setattr(stages.ops, "move", lambda x, device: moves.append(device) or x.clone())
+    assert layer_errors(a, split, row) == got and len(moves) == 1
 
 
 def test_gguf_files_go_through_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

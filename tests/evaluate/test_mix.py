@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tiny_llama import VOCAB, write_model
 
 import exl3
 from exl3 import ops
-from exl3.errors import ArgumentError, BackendError, FormatError, UnsupportedError
+from exl3.errors import ArgumentError, BackendError, FormatError, NumericalError, UnsupportedError
 from exl3.evaluate.mix import Measurement, MixGroup, choose, groups_of, measure, write_mix
 from exl3.files import Checkpoint
 from exl3.quantize.convert import convert
@@ -99,7 +101,8 @@ def test_levels_and_files(case, tmp_path: Path):
     assert [len(groups_of(block, level)) for level in (0, 1, 2, 3)] == [1, 2, 4, 7]
     found.write(tmp_path / "m.json")
     assert Measurement.read(tmp_path / "m.json") == found
-    for text in ("{}", "nonsense", json.dumps({**json.loads((tmp_path / "m.json").read_text()), "quants": ["a"]})):
+    good = json.loads((tmp_path / "m.json").read_text())
+    for text in ("{}", "nonsense", json.dumps({**good, "quants": ["a"]}), json.dumps({**good, "base_kl": float("nan")})):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(FormatError, match=r"bad\.json"):
             Measurement.read(tmp_path / "bad.json")
@@ -124,3 +127,51 @@ def test_what_cannot_be_mixed_is_refused(case, tmp_path: Path):
     with pytest.raises(ArgumentError, match="choose another"):
         write_mix(found, [0] * 8, folder / "2")
     assert Checkpoint.open(folder / "2").is_exl3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_sizes_that_are_no_numbers_are_refused(case, value: float):
+    folder, found = case
+    with pytest.raises(ArgumentError, match="bits is"):
+        choose(found, value)
+    with pytest.raises(ArgumentError, match="memory is"):
+        measure(folder / "source", [folder / "2", folder / "4"], IDS, device="cpu", memory_gb=value)
+
+
+def test_quants_that_changed_since_are_not_mixed(case, tmp_path: Path):
+    folder, found = case
+    shutil.copytree(folder / "4", tmp_path / "q")
+    moved = dataclasses.replace(found, quants=[str(folder / "2"), str(tmp_path / "q")])
+    write_mix(moved, [1] * 8, tmp_path / "good")
+    shutil.rmtree(tmp_path / "q")
+    shutil.copytree(folder / "2", tmp_path / "q")
+    with pytest.raises(ArgumentError, match="other bits than when it was measured"):
+        write_mix(moved, [1] * 8, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_overflow_and_several_devices_are_told(case, tmp_path: Path):
+    folder, _ = case
+    shutil.copytree(folder / "source", tmp_path / "q")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 3e38, dtype=torch.float32)
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match="NaN or Inf"):
+        measure(tmp_path / "q", [folder / "2", folder / "4"], IDS, device="cpu")
+    with pytest.raises(UnsupportedError, match="one device"):
+        measure(folder / "source", [folder / "2", folder / "4"], IDS, device="cpu,cpu")
+
+
+def test_quants_that_agree_in_some_rates(case, tmp_path: Path):
+    """The same rate may hide the same matrix, which is not measured again, or another one, which is."""
+    folder, found = case
+    shutil.copytree(folder / "2", tmp_path / "q")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    for name in ("model.layers.1.self_attn.o_proj.svh", "model.layers.0.mlp.down_proj.suh"):
+        tensors[name] = tensors[name] * 1.25
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    told: list[int] = []
+    got = measure(folder / "source", [folder / "2", tmp_path / "q"], IDS, device="cpu", progress=lambda done, total: told.append(total))
+    changed = [g.keys for g in got.groups if g.kl[0] != g.kl[1]]
+    assert changed == [["model.layers.0.mlp.down_proj"], ["model.layers.1.self_attn.o_proj"]] and told == [2]
+    assert all(g.bits[0] == g.bits[1] for g in got.groups)

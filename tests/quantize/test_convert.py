@@ -28,6 +28,8 @@ from exl3.errors import (
 )
 from exl3.files import Checkpoint
 from exl3.quantize.convert import convert
+from exl3.quantize.job import Job, stream_tensors
+from exl3.quantize.streams import Shard
 
 
 def _native_encoder() -> bool:
@@ -189,6 +191,21 @@ def test_total_bits_counts_everything_stored(tmp_path: Path, model_dir: Path, ca
         run(model_dir, tmp_path / "none", calibration, None, total_bits=1.0)
 
 
+def test_the_recipe_of_a_conversion_gives_its_bytes_again(tmp_path: Path, model_dir: Path, calibration: Path):
+    """The ring-quantized embedding that total_bits asked for included."""
+    run(model_dir, tmp_path / "a", calibration, None, total_bits=5.0)
+    recipe = (tmp_path / "a.work" / "recipe.yaml").read_text()
+    assert "model.embed_tokens.trellis" in load_file(tmp_path / "a" / "model.safetensors") and "embed_bits" in recipe
+    run(model_dir, tmp_path / "b", calibration, None, recipe=str(tmp_path / "a.work" / "recipe.yaml"))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    (tmp_path / "r.yaml").write_text("embed_bits: 9\ntensors:\n  '*': 3\n")
+    with pytest.raises(ArgumentError, match="embed_bits is 9"):
+        run(model_dir, tmp_path / "c", calibration, None, recipe=str(tmp_path / "r.yaml"))
+    (tmp_path / "r.yaml").write_text("embed_bits: 4\ntensors:\n  '*': 3\n")
+    run(model_dir, tmp_path / "d", calibration, None, recipe=str(tmp_path / "r.yaml"), embed_bits=16)
+    assert "model.embed_tokens.weight" in load_file(tmp_path / "d" / "model.safetensors")  # what is given wins
+
+
 def weights_of(path: Path) -> int:
     return sum(t.numel() for t in load_file(path / "model.safetensors").values())
 
@@ -269,6 +286,39 @@ def test_too_little_disk_or_memory_is_told_first(tmp_path: Path, model_dir: Path
     with pytest.raises(ResourceError, match="EXL3_HOST_MEM_RESERVE_MB"):
         run(model_dir, tmp_path / "out", calibration)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
+
+
+def test_tuning_asks_for_its_memory_first_and_holds_nothing_back(tmp_path: Path, model_dir: Path, calibration: Path, monkeypatch):
+    monkeypatch.setattr("exl3.quantize.plan.tuning_bytes", lambda *_: 1 << 60)
+    with pytest.raises(ResourceError, match="Leave --tune out"):
+        run(model_dir, tmp_path / "out", calibration, tune=True)
+    assert not (tmp_path / "out.work").exists()
+    monkeypatch.undo()
+    plain = run(model_dir, tmp_path / "plain", calibration, 2)
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+
+    monkeypatch.setattr("exl3.quantize.convert.tune", out_of_memory)
+    report = run(model_dir, tmp_path / "out", calibration, 2, tune=True)
+    assert [w for w in report.warnings if w not in plain.warnings and "tuning: not enough memory" in w]
+    assert contents(tmp_path / "out") == contents(tmp_path / "plain")
+
+
+def test_a_checkpoint_holds_the_streams_themselves(tmp_path: Path):
+    """Host memory need not hold them twice; what is read is one tensor again, and damage is told."""
+    whole = torch.randn(5, 4, 6)
+    shards = [Shard(a, whole[a : a + 2], whole[a : a + 2] + 1) for a in (0, 2, 4)]
+    stored = stream_tensors(shards)
+    assert {t.data_ptr() for t in stored.values()} == {t.data_ptr() for s in shards for t in (s.quantized, s.original)}
+    with Job(tmp_path / "w") as job:
+        job.save_state(3, stored)
+        done, streams = job.state()
+        assert done == 3 and torch.equal(streams["quantized"], whole) and torch.equal(streams["original"], whole + 1)
+        path = tmp_path / "w" / "state.safetensors"
+        path.write_bytes(path.read_bytes()[:-40])
+        with pytest.raises(JobError, match="remove the work folder"):
+            job.state()
 
 
 def test_bad_sources_and_calibration(tmp_path: Path, model_dir: Path, calibration: Path):

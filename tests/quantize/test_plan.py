@@ -101,6 +101,8 @@ def test_recipe_last_match_wins_and_gaps_are_errors():
         ("tensors:\n", "mapping 'tensors:'"),
         ("bits: 3\n", "unknown key 'bits'"),
         ("tensors:\n  a: b\n", "line 2: 'b' is not a number"),
+        ("head_bits: nan\ntensors:\n  a: 3\n", "line 1: 'nan' is not a number"),
+        ("tensors:\n  a: inf\n", "line 2: 'inf' is not a number"),
         ("tensors:\n  - a\n", "line 2: expected"),
         ("  a: 3\n", "outside 'tensors:'"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_llama import HIDDEN, VOCAB, write_model
 
-from exl3.errors import ArgumentError
+from exl3.errors import ArgumentError, ResourceError
 from exl3.files import Checkpoint
 from exl3.models import build, load, locate
 from exl3.quantize import sensitivity
@@ -152,3 +152,28 @@ def test_rows_are_spread_over_the_calibration():
     rows = sensitivity.rows_for(ids, 5 * 32, 32)
     assert rows.shape == (5, 32) and rows[:, 0].tolist() == [0, 128, 256, 384, 512]
     assert sensitivity.rows_for(ids, 10**9, 512).shape == (10, 64)
+
+
+def test_little_memory_means_smaller_batches(case, monkeypatch: pytest.MonkeyPatch):
+    path, ids, found = case
+    source = Checkpoint.open(path)
+    model = build(source.config)
+    locate(model, source)
+    model.place("cpu")
+    whole, tried, most = sensitivity._measure, [], 3
+
+    def measure(model, source, batches, *rest):
+        tried.append(batches[0].rows)
+        if batches[0].rows > most:
+            sensitivity._forward(model, source, batches[:1], torch.device("cpu"), torch.device("cpu"))
+            raise torch.OutOfMemoryError("tried to allocate")
+        return whole(model, source, batches, *rest)
+
+    monkeypatch.setattr(sensitivity, "_measure", measure)
+    again = sensitivity.measure(model, source, ids, torch.device("cpu"), batch_tokens=500)
+    assert tried == [20, 10, 5, 3] and again.keys() == found.keys()
+    for key, s in again.items():  # labels are drawn in another order of shapes: the same within their noise
+        assert s.cost == pytest.approx(found[key].cost, rel=0.5)
+    most = 0
+    with pytest.raises(ResourceError, match="--allocation place"):
+        sensitivity.measure(model, source, ids, torch.device("cpu"), batch_tokens=500)

@@ -40,12 +40,13 @@ def emit_json(value: Any, path: str | None = None) -> None:
         raise ResourceError(f"--json {path}: cannot be written ({e.strerror or e}); give another place") from None
 
 
-def check_json_path(path: str | None) -> None:
+def check_json_path(path: str | None, option: str = "--json") -> None:
     """Refuses a destination of `emit_json` that cannot be, before work of hours is done for it."""
     from exl3.errors import ArgumentError
 
     if path is not None and path != "-" and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK | os.X_OK)):
-        raise ArgumentError(f"--json {path}: not a file that can be written; give a file in an existing, writable directory, or -")
+        other = ", or -" if option == "--json" else ""
+        raise ArgumentError(f"{option} {path}: not a file that can be written; give a file in an existing, writable directory{other}")
 
 
 def human_bytes(n: float) -> str:

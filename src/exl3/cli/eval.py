@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from exl3.cli.common import check_json_path, device_option, emit_json, human_bytes, progress, table
@@ -34,6 +36,9 @@ def command(
     a page.
     """
     check_json_path(json_path)
+    if report_dir:
+        Path(report_dir).mkdir(parents=True, exist_ok=True)  # what cannot be made is told before the work
+        check_json_path(str(Path(report_dir) / "report.md"), "--report")
     from exl3.evaluate import compare
 
     results = []

@@ -39,7 +39,7 @@ def command(
     quants: tuple[str, ...], reference: str, output: str, level: int, rows: int, cols: int, memory_gb: float, device: str | None
 ) -> None:
     """Measure what each part of one quantization would gain from another's version of it; `exl3 optimize` mixes by the result."""
-    check_json_path(output)
+    check_json_path(output, "-o")
     from exl3.evaluate.mix import measure
     from exl3.files import Checkpoint, Tokenizer
     from exl3.models.registry import build

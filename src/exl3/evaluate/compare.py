@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl3.cache import Batch
 from exl3.errors import ArgumentError
 from exl3.evaluate.metrics import Accumulator, Summary
 from exl3.evaluate.rows import read_text, text_rows
@@ -160,15 +159,24 @@ def gguf_logits(file: str | Path, row_len: int) -> Callable[[Tensor], Tensor]:
 
 def layer_errors(reference: Any, quantized: Any, row: Tensor) -> list[float]:
     """Relative error of the residual stream behind each block, for one row of ids."""
-    streams = []
-    for model in (reference, quantized):
-        batch = Batch.whole(row[None].int().to(model.device))
-        x, seen = model.embed(batch), []
-        for block in model.blocks:
-            x = block(x, batch)
-            seen.append(x.to("cpu", torch.float32, copy=True))  # it goes on changing in place
-        streams.append(seen)
+    streams = [_streams(model, row) for model in (reference, quantized)]
     return [float((b - a).norm() / a.norm().clamp_min(1e-30)) for a, b in zip(*streams)]
+
+
+def _streams(model: Any, row: Tensor) -> list[Tensor]:
+    """The residual stream behind each block, wherever the blocks lie; copies, for it goes on changing in place."""
+    seen: list[Tensor] = []
+
+    def note(_: Any, __: Any, x: Tensor) -> None:
+        seen.append(x.to("cpu", torch.float32, copy=True))
+
+    handles = [block.register_forward_hook(note) for block in model.blocks]
+    try:
+        _logits(model, row)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
 
 
 def _logits(model: Any, row: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ budget from the measured differences, taken as additive; `write_mix` writes the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl3.cache import Batch
-from exl3.errors import ArgumentError, FormatError, UnsupportedError
+from exl3.errors import ArgumentError, FormatError, NumericalError, UnsupportedError
 from exl3.evaluate.metrics import kl_divergence
 from exl3.files import Checkpoint, ShardWriter
 from exl3.files.config import copy_companions, tensor_storage, write_config, write_quantization_config
@@ -66,6 +67,8 @@ class Measurement:
             made = cls(groups=groups, **{name: data[name] for name in _FIELDS})
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise FormatError(f"{path}: not a measurement of `exl3 measure` ({type(e).__name__}: {e})") from None
+        if not all(math.isfinite(k) for g in groups for k in [*g.kl, made.base_kl]):
+            raise FormatError(f"{path}: holds figures that are not finite; measure again")
         if any(len(g.bits) != len(made.quants) or len(g.kl) != len(made.quants) for g in groups) or not groups:
             raise FormatError(f"{path}: its groups do not fit its {len(made.quants)} quants; measure again")
         return made
@@ -92,12 +95,16 @@ def measure(
     quants: at least two directories, the base (fewest bits) first; ids: (rows, tokens). memory_gb: for the streams of candidates that
     travel together.
     """
+    if not (math.isfinite(memory_gb) and memory_gb >= 0):
+        raise ArgumentError(f"memory is {memory_gb:g} GB; a finite size is needed")
     if len(quants) < 2:
         raise ArgumentError(f"{len(quants)} quantized directory; at least two are needed to mix")
     if level not in LEVELS:
         raise ArgumentError(f"level is {level}; use 0 (blocks), 1 (attention and MLP), 2 (what shares an input) or 3 (single matrices)")
     sources = [_open(q) for q in quants]
     original, base = load(reference, device=device), load(quants[0], device=device)
+    if original.split or base.split:
+        raise UnsupportedError(f"device {device}: parts of a model are measured on one device; name one that holds both models")
     others = [_shell(s, base, q) for s, q in zip(sources[1:], quants[1:])]
     batch = Batch.whole(ids.to(base.device).int())
     with torch.inference_mode():
@@ -161,7 +168,11 @@ def _differs(a: Checkpoint, b: Checkpoint, key: str) -> bool:
     if names != sorted(b.linear(key).covers) or any(a.tensors[n].shape != b.tensors[n].shape for n in names):
         return True
     left, right = a.read(names), b.read(names)
-    return any(not torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in names)
+    return any(not torch.equal(_bytes_of(left[n]), _bytes_of(right[n])) for n in names)
+
+
+def _bytes_of(t: Tensor) -> Tensor:
+    return t.reshape(-1).view(torch.uint8)  # a codebook's multiplier is a scalar
 
 
 def _follow(
@@ -204,6 +215,8 @@ def _divergence(original: Any, base: Any, wanted: Tensor, x: Tensor, batch: Batc
     for start in range(0, len(x), HEAD_TOKENS):
         part = slice(start, start + HEAD_TOKENS)
         total += float(kl_divergence(original.head(wanted[part].clone(), batch), base.head(x[part].clone(), batch)).sum())
+    if not math.isfinite(total):
+        raise NumericalError(f"logits of {original.path}, or of {base.path} with exchanged parts, hold NaN or Inf; `exl3 eval` tells which")
     return total / len(x)
 
 
@@ -212,7 +225,10 @@ def choose(found: Measurement, bits: float) -> list[int]:
 
     ArgumentError below what the cheapest versions need.
     """
-    weights = [_weights(g, found) for g in found.groups]
+    if not math.isfinite(bits):
+        raise ArgumentError(f"bits is {bits:g}; a finite number is needed")
+    base = _open(found.quants[0])
+    weights = [_weights(base, g.keys) for g in found.groups]
     cost = [[float(b) for b in g.bits] for g in found.groups]
     loss = [[k - found.base_kl for k in g.kl] for g in found.groups]
     budget = bits * sum(weights)
@@ -224,10 +240,17 @@ def choose(found: Measurement, bits: float) -> list[int]:
     return solve(cost, loss, budget)
 
 
-def _weights(group: MixGroup, found: Measurement) -> int:
-    """Stored weights of a group, from the headers of the base."""
-    source = Checkpoint.open(found.quants[0])
-    return sum(source.linear(key).in_padded * source.linear(key).out_padded for key in group.keys)
+def _weights(source: Checkpoint, keys: Iterable[str]) -> int:
+    """Stored weights of matrices, padding included."""
+    return sum(source.linear(key).in_padded * source.linear(key).out_padded for key in keys)
+
+
+def _check_unchanged(found: Measurement, sources: list[Checkpoint]) -> None:
+    """ArgumentError where the quants are not those that were measured."""
+    for group in found.groups:
+        for source, bits in zip(sources, group.bits):
+            if sum(_bits(source, key) for key in group.keys) != bits:
+                raise ArgumentError(f"{source.path}: {group.keys[0]} has other bits than when it was measured; measure again")
 
 
 def write_mix(found: Measurement, chosen: Sequence[int], output: str | Path, *, shard_size: float = 8192) -> Checkpoint:
@@ -245,6 +268,7 @@ def write_mix(found: Measurement, chosen: Sequence[int], output: str | Path, *, 
         raise UnsupportedError(
             f"the quants use different codebooks ({', '.join(sorted(str(b) for b in books))}); mix quants of one codebook"
         )
+    _check_unchanged(found, sources)
     written: set[str] = set()
     with ShardWriter(output, shard_size) as out:
         for block in model.blocks:
@@ -260,7 +284,7 @@ def write_mix(found: Measurement, chosen: Sequence[int], output: str | Path, *, 
     copy_companions(base.path, output)
     quantization = dict(base.config["quantization_config"])
     total = sum(_bits(sources[q], key) for key, q in origin.items())
-    quantization["bits"] = round(total / sum(base.linear(k).in_padded * base.linear(k).out_padded for k in origin), 2)
+    quantization["bits"] = round(total / _weights(base, origin), 2)
     config = {k: v for k, v in base.config.items() if k != "quantization_config"}
     write_config(output, config, quantization, has_head=base.has_linear(model.head_key))
     result = Checkpoint.open(output)

@@ -93,7 +93,7 @@ class ShardWriter:
 
     def __init__(self, directory: str | os.PathLike[str], shard_size: float = SHARD_SIZE, metadata: dict[str, str] | None = None) -> None:
         """`shard_size` in MiB, 0: everything in one file."""
-        if shard_size < 0:
+        if not shard_size >= 0:  # also NaN
             raise ArgumentError(f"shard_size is {shard_size}; it is a size in MiB, or 0 for a single file")
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,6 @@ class BlockResult:
     tensors: dict[str, Tensor]
     reports: list[Any]
     block: BlockReport
-    warnings: list[str] = field(default_factory=list)
 
 
 def dense_weight(linear: Linear) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from exl3 import ops
 from exl3.errors import ArgumentError, JobError, MissingTensorError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint, Tokenizer
+from exl3.files.shards import write_atomic
 from exl3.models.loading import load, locate
 from exl3.models.registry import build
 from exl3.quantize import calibration as cal
@@ -434,7 +435,11 @@ class _Conversion:
             return {}
         self.current = "tuning"
         steps = options.tune_steps or TuneSettings.steps
-        tuned = tune(source, job.module, rows.ids, device, TuneSettings(steps=steps, seed=options.seed))
+        try:
+            tuned = tune(source, job.module, rows.ids, device, TuneSettings(steps=steps, seed=options.seed))
+        except torch.OutOfMemoryError as e:  # hours of work are not held back for it
+            self.warnings.append(f"tuning: not enough memory on {device} ({str(e).splitlines()[0]}); the scales stay as they were")
+            return {}
         self.log(f"tuning: mean KL on held-out rows {tuned.before:.5f} before, {tuned.after:.5f} after {steps} steps")
         if not tuned.tensors:
             self.warnings.append("tuning did not lower the divergence on held-out rows; the scales stay as they were")
@@ -491,9 +496,9 @@ class _Conversion:
         report.bytes = sum(t.nbytes for t in result.tensors.values())
         report.total_bits = 8 * report.bytes / plan.total_weights
         report.seconds = time.monotonic() - started
-        numbers = {"achieved_bpw": round(plan.bits, 4), "head_bits": plan.head_bits}
+        numbers = {"achieved_bpw": round(plan.bits, 4), "head_bits": plan.head_bits, "embed_bits": plan.embed_bits}
         recipe = format_recipe({s.key: plan.rates[s.key] for s in plan.specs}, numbers)
-        (self.work / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        write_atomic(self.work / "recipe.yaml", recipe)
         report.write(self.work / "report.json")
         job.finish()
         return report

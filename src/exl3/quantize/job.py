@@ -5,7 +5,7 @@
     calibration.safetensors token ids
     importance/<block>.safetensors  importance of the outputs of its matrices, where measured
     modules/<name>.safetensors  finished tensors of one module, its report in the metadata
-    state.safetensors       the streams behind the last block that is safely done, and its number
+    state.safetensors       the streams behind the last block that is safely done, shard by shard, and its number
     report.json, recipe.yaml    when all is done
 
 Every file appears by one rename, so a crash at any moment leaves the one before or the one after.
@@ -151,8 +151,11 @@ class Job:
         path = self.folder / "state.safetensors"
         if not path.exists():
             return 0, {}
-        tensors, metadata = _read(path)
-        return int(metadata["done"]), tensors
+        try:
+            with safe_open(path, "pt") as f:
+                return int(f.metadata()["done"]), {name: _joined(f, name) for name in dict.fromkeys(n.split(".")[0] for n in f.keys())}
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as e:
+            raise _unreadable(path, e) from None
 
 
 def _read(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -160,7 +163,23 @@ def _read(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str
         with safe_open(path, "pt") as f:
             return ({name: f.get_tensor(name) for name in f.keys()} if tensors else {}), f.metadata() or {}
     except (OSError, SafetensorError) as e:
-        raise JobError(f"{path}: not readable ({e}); remove the work folder to start anew") from None
+        raise _unreadable(path, e) from None
+
+
+def _unreadable(path: Path, why: Exception) -> JobError:
+    return JobError(f"{path}: not readable ({why}); remove the work folder to start anew")
+
+
+def _joined(f: Any, name: str) -> Tensor:
+    """The parts of a stream in one tensor, read one after the other: no second copy of all."""
+    parts = sorted(n for n in f.keys() if n.split(".")[0] == name)
+    shapes = [f.get_slice(n).get_shape() for n in parts]
+    whole = torch.empty(sum(s[0] for s in shapes), *shapes[0][1:])
+    start = 0
+    for part, shape in zip(parts, shapes):
+        whole[start : start + shape[0]] = f.get_tensor(part)
+        start += shape[0]
+    return whole
 
 
 def _try_lock(file: Any) -> bool:
@@ -206,11 +225,9 @@ def changed_settings(stored: dict[str, Any], given: dict[str, Any]) -> dict[str,
 
 
 def stream_tensors(shards: list[Shard]) -> dict[str, Tensor]:
-    """The streams of all shards as they are stored."""
-    tensors = {"quantized": torch.cat([s.quantized.cpu() for s in shards])}
-    if shards[0].original is not None:
-        tensors["original"] = torch.cat([s.original.cpu() for s in shards if s.original is not None])
-    return tensors
+    """The streams of all shards as they are stored: themselves where they lie in host memory, which may not hold them twice."""
+    tensors = {f"quantized.{i:05d}": s.quantized.cpu() for i, s in enumerate(shards)}
+    return tensors | {f"original.{i:05d}": s.original.cpu() for i, s in enumerate(shards) if s.original is not None}
 
 
 def check_streams(streams: dict[str, Tensor], shape: tuple[int, int, int], where: Path) -> None:

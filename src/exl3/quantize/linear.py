@@ -17,7 +17,7 @@ from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import Factor, block_ldl, damped
 from exl3.quantize.ldlq import Encode, Problem, Solution, ldlq
 from exl3.quantize.refit import FP16_MAX, proxy_error, refit_scales, round_scales
-from exl3.quantize.regularize import channel_scale, padded, random_signs, regularize, restore
+from exl3.quantize.regularize import channel_scale, pad_matrix, padded, random_signs, regularize, restore
 from exl3.quantize.report import TensorReport
 from exl3.quantize.scales import global_scales
 from exl3.quantize.twosided import ldlq_two_sided, output_factor
@@ -160,11 +160,11 @@ def _regularize(group: Group, settings: Settings) -> list[Work]:
     signs = random_signs(f"{group.name}:in", k, settings.seed).to(device)
     work = []
     for m in members:
-        target = _pad(m.weight.float().T)
+        target = pad_matrix(m.weight.float().T)
         out_signs = random_signs(f"{m.key}:out", target.shape[1], settings.seed).to(device)
         scale = None if m.channels is None else channel_scale(target, m.channels)
         reg = regularize(target, signs, out_signs, out_scales=m.out_scales, scale=scale)
-        output = None if m.output is None else _square(m.output.to(device).float(), target.shape[1])
+        output = None if m.output is None else pad_matrix(m.output.to(device).float())
         work.append(Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh, output))
     return work
 
@@ -254,12 +254,3 @@ def _report(work: list[Work], results: list[Quantized], seconds: float) -> None:
     for w, result, (proxy, weight) in zip(work, results, errors):
         result.report.proxy_error, result.report.weight_error = proxy, weight
         result.report.seconds = seconds * w.target.numel() / total
-
-
-def _square(m: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(m, (0, size - m.shape[0], 0, size - m.shape[0]))
-
-
-def _pad(w: Tensor) -> Tensor:
-    k, n = w.shape
-    return torch.nn.functional.pad(w, (0, padded(n) - n, 0, padded(k) - k)).contiguous()

@@ -12,6 +12,7 @@ from exl3.codec.rings import RATES
 from exl3.errors import ArgumentError, UnsupportedError
 
 HEAD_RATES = (*RATES, 16)
+EMBED_RATES = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 QUALITIES = ("fast", "default", "best")
 
 # what may differ when a job is resumed: where things lie and how it runs, never what is written
@@ -47,10 +48,10 @@ class ConvertOptions:
     total_bits: float | None = None  # or: bits of everything stored per weight of the source model
     recipe: str | None = None  # or: a file with a rate for each tensor
     head_bits: float | None = None  # None: the recipe's, else 6
-    embed_bits: int = 16
+    embed_bits: int | None = None  # None: the recipe's, else 16, as it is
     hq: int = 0
     codebook: str = "mul1"
-    half_rates: str = "auto"  # auto: where a fractional budget needs them; always; never
+    half_rates: str = "auto"  # auto, always: 1.5, 2.5 and 3.5 may be chosen; never
     mtp_bits: float | None = None
     vision_bits: int = 0
     ngram_bits: int = 0
@@ -100,6 +101,7 @@ class ConvertOptions:
         incumbent = o.preset == "incumbent"
         defaults: dict[str, Any] = {
             "head_bits": None if o.recipe else 6,
+            "embed_bits": None if o.recipe else 16,
             "scaled_hessian": not incumbent,
             "damping": 0.025,
             "recapture": not incumbent and o.quality != "fast",
@@ -144,6 +146,10 @@ class ConvertOptions:
         bad_half = self.head_bits is not None and self.head_bits != int(self.head_bits) and self.codebook != "mul1"
         if self.head_bits is not None and (self.head_bits not in HEAD_RATES or bad_half):
             raise ArgumentError(f"head_bits is {self.head_bits:g}; use 1-8, 16, or with codebook mul1 also 1.5, 2.5, 3.5")
+
+    def embed_rates_ok(self) -> None:
+        if self.embed_bits is not None and self.embed_bits not in EMBED_RATES:
+            raise ArgumentError(f"embed_bits is {self.embed_bits:g}; use 1-8, or 16 to leave the token embedding as it is")
 
 
 def _check_unsupported(o: ConvertOptions) -> None:
@@ -198,8 +204,7 @@ def _check_values(o: ConvertOptions) -> None:
     if o.preset is not None:
         _choice("preset", o.preset, ("incumbent",))
     o.head_rates_ok()
-    if o.embed_bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
-        raise ArgumentError(f"embed_bits is {o.embed_bits}; use 1-8, or 16 to leave the token embedding as it is")
+    o.embed_rates_ok()
     minimum = {
         "hq": 0,
         "shard_size": 0,

@@ -18,6 +18,7 @@ from exl3.quantize.options import ConvertOptions
 from exl3.quantize.recipe import Recipe, read_recipe
 from exl3.quantize.regularize import padded
 from exl3.quantize.sensitivity import Sensitivity, affordable, distortion
+from exl3.quantize.tune import HEAD_TOKENS, TuneSettings
 
 RING_RATES = (8, 7, 6, 5, 4)  # for the token embedding, where --total-bits needs it
 _MIB = 1 << 20
@@ -105,6 +106,7 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
     specs, head = specs_of(model)
     recipe = read_recipe(options.recipe) if options.recipe else None
     head_bits = options.head_bits if options.head_bits is not None else (recipe.head_bits if recipe and recipe.head_bits else 6)
+    embed_bits = options.embed_bits if options.embed_bits is not None else (recipe.embed_bits if recipe and recipe.embed_bits else 16)
     half = options.half_rates != "never"
     embedding = source.embedding(model.embed_key)
     matrices = {f"{s.key}.weight" for s in [*specs, head]}
@@ -115,7 +117,7 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
         specs,
         head,
         {head.key: head_bits},
-        options.embed_bits,
+        int(embed_bits),
         total,
         sum(8 * t.nbytes for t in small) + widened,
         (embedding.rows, embedding.hidden),
@@ -133,8 +135,8 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
 
 def _from_recipe(recipe: Recipe, specs: list[Spec], options: ConvertOptions) -> dict[str, float]:
     rates = recipe.rates(specs, options.codebook)
-    if recipe.head_bits is not None:
-        ConvertOptions(bits=4, codebook=options.codebook, head_bits=recipe.head_bits).head_rates_ok()
+    ConvertOptions(codebook=options.codebook, head_bits=recipe.head_bits).head_rates_ok()
+    ConvertOptions(embed_bits=recipe.embed_bits).embed_rates_ok()  # type: ignore[arg-type]
     return rates
 
 
@@ -148,7 +150,7 @@ def _meet_total(plan: Plan, options: ConvertOptions, half: bool) -> None:
     def budget(embed_bits: int) -> int:
         return allowed - plan.small_bits - scales - _stored(plan.head, plan.head_bits) - _embedding_bits(plan.embed_shape, embed_bits)
 
-    choices = [options.embed_bits, *(r for r in RING_RATES if r < options.embed_bits)]
+    choices = [plan.embed_bits, *(r for r in RING_RATES if r < plan.embed_bits)]
     good = [e for e in choices if budget(e) >= 0.9 * options.total_bits * weights]
     plan.embed_bits = good[0] if good else choices[-1]
     plan.budget = budget(plan.embed_bits)
@@ -184,6 +186,9 @@ def check_resources(
     _check_memory(host | working if devices[0].type == "cpu" else host, torch.device("cpu"))
     for device in devices if devices[0].type != "cpu" else []:  # what exceeds it goes into host memory
         _check_memory({"a block and its statistics": least_bytes(plan)}, device)
+    if options.tune:
+        need = {"tuning, original and quantized model": tuning_bytes(plan, model, devices[0], options.cal_cols)}
+        _check_memory(need, devices[0], "Leave --tune out")
 
 
 def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
@@ -207,6 +212,13 @@ def least_bytes(plan: Plan) -> int:
     return 6 * sum(s.weights for s in plan.specs) // layers + 3 * 4 * k * k
 
 
+def tuning_bytes(plan: Plan, model: Any, device: torch.device, cols: int) -> int:
+    """Bytes that --tune takes when all else is done: both models dense, one step's streams in front of every block, a few of its logits."""
+    tokens = max(TuneSettings.tokens, cols)
+    streams = 4 * tokens * (len(model.blocks) + 4) * model.config.hidden_size
+    return 2 * (4 if device.type == "cpu" else 2) * plan.total_weights + streams + 16 * HEAD_TOKENS * model.config.vocab_size
+
+
 def stream_room(plan: Plan, model: Any, device: torch.device) -> int:
     """Bytes of calibration streams that may stay on `device` beside the work; 0 on the CPU, where they are anyway."""
     if device.type == "cpu":
@@ -214,15 +226,14 @@ def stream_room(plan: Plan, model: Any, device: torch.device) -> int:
     return memory.available_bytes(device) - memory.reserve_bytes(device) - 2 * working_bytes(plan, model, device)
 
 
-def _check_memory(parts: dict[str, int], device: torch.device) -> None:
+def _check_memory(parts: dict[str, int], device: torch.device, advice: str = "Use fewer --cal-rows or --cal-cols") -> None:
     have, reserve = memory.available_bytes(device), memory.reserve_bytes(device)
     need = sum(parts.values())
     if need > have - reserve:
         listed = ", ".join(f"{name} {size / _MIB:.0f}" for name, size in parts.items())
         raise ResourceError(
             f"the conversion needs {need / _MIB:.0f} MiB of memory on {device} ({listed}); {have / _MIB:.0f} MiB are free, of which "
-            f"{reserve / _MIB:.0f} stay in reserve. Use fewer --cal-rows or --cal-cols"
-            + (", or a smaller EXL3_HOST_MEM_RESERVE_MB" if device.type == "cpu" else "")
+            f"{reserve / _MIB:.0f} stay in reserve. {advice}" + (", or a smaller EXL3_HOST_MEM_RESERVE_MB" if device.type == "cpu" else "")
         )
 
 

@@ -3,6 +3,7 @@
     # comment
     target_bpw: 3.25
     head_bits: 6
+    embed_bits: 16
     tensors:
       "model.layers.*.self_attn.*": 4
       model.layers.0.mlp.down_proj: 3.5
@@ -13,6 +14,7 @@ no entry covers are errors.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from exl3.errors import ArgumentError
 from exl3.quantize.allocate import Spec
 
 _LINE = re.compile(r"""^(\s*)(?:"([^"]*)"|'([^']*)'|([^\s"'#:][^:#"']*?))\s*:\s*(.*)$""")
-_NUMBERS = ("target_bpw", "achieved_bpw", "head_bits")
+_NUMBERS = ("target_bpw", "achieved_bpw", "head_bits", "embed_bits")
 
 
 @dataclass
@@ -35,6 +37,11 @@ class Recipe:
     @property
     def head_bits(self) -> float | None:
         return self.numbers.get("head_bits")
+
+    @property
+    def embed_bits(self) -> float | None:
+        """Of the token embedding."""
+        return self.numbers.get("embed_bits")
 
     def rates(self, specs: Sequence[Spec], codebook: str) -> dict[str, float]:
         """Rate of each spec's key; 16 leaves a tensor unquantized."""
@@ -57,9 +64,12 @@ class Recipe:
 def _scalar(text: str, place: str) -> float:
     text = re.sub(r"\s+#.*$", "", text).strip()
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ArgumentError(f"{place}: {text!r} is not a number") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ArgumentError(f"{place}: {text!r} is not a number")
+    return value
 
 
 def parse_recipe(text: str, place: str = "recipe") -> Recipe:

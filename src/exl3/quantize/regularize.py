@@ -42,6 +42,12 @@ def padded(n: int) -> int:
     return -(-n // HADAMARD) * HADAMARD
 
 
+def pad_matrix(w: Tensor) -> Tensor:
+    """Zero rows and columns up to multiples of 128."""
+    k, n = w.shape
+    return torch.nn.functional.pad(w, (0, padded(n) - n, 0, padded(k) - k)).contiguous()
+
+
 def random_signs(name: str, n: int, seed: int = 0) -> Tensor:
     """n random signs as fp32 on the CPU; a function of (name, seed, n) alone, the same on every device and version."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

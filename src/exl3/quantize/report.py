@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from exl3.files.shards import write_json
 
 
 @dataclass
@@ -94,10 +94,8 @@ class Report:
         return d | {name: getattr(self, name) for name in names}
 
     def write(self, path: str | Path) -> None:
-        """JSON, through a temporary file."""
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        """JSON, atomic."""
+        write_json(path, self.as_dict())
 
     def summary(self) -> list[tuple[str, str]]:
         """Name and value for a table of the whole."""

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from exl3.cache import Batch
+from exl3.errors import ResourceError
 from exl3.files import Checkpoint
 from exl3.nn import Linear
 from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import block_ldl
-from exl3.quantize.regularize import HADAMARD, channel_scale, padded, random_signs, regularize, rotate_rows
+from exl3.quantize.regularize import HADAMARD, channel_scale, pad_matrix, random_signs, regularize, rotate_rows
 from exl3.quantize.twosided import output_factor, output_metric
 
 # mean squared error of unit Gaussian tiles at their best scale (quantizer description 7.4)
@@ -69,9 +70,32 @@ def measure(
 ) -> dict[str, Sensitivity]:  # fmt: skip
     """Sensitivity of every matrix of the decoder. model: placed on `device`, empty; ids: (rows, tokens) int32; `outputs`: with S.
 
-    `finished(block number, its part)` is told as the work goes on; with it, S is left out of the result. Raises NotFinite.
+    `finished(block number, its part)` is told as the work goes on; with it, S is left out of the result. Batches get smaller where the
+    device's memory ends; ResourceError where a single row is too much. Raises NotFinite.
     """
-    rows = max(1, batch_tokens // ids.shape[1])
+    rows = min(len(ids), max(1, batch_tokens // ids.shape[1]))
+    while True:
+        try:
+            return _measure_in(rows, model, source, ids, device, damping, seed, outputs, finished)
+        except torch.OutOfMemoryError as e:
+            why = str(e).splitlines()[0]
+        model.unload()
+        model.place(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if rows == 1:
+            raise ResourceError(
+                f"measuring sensitivity: not enough memory on {device}, even for one row of {ids.shape[1]} tokens ({why}); free it of "
+                "other work, or do without (--allocation place --no-channel-weighting)"
+            )
+        rows = (rows + 1) // 2
+
+
+def _measure_in(
+    rows: int, model: Any, source: Checkpoint, ids: Tensor, device: torch.device, damping: float, seed: int, outputs: bool,
+    finished: Callable[[int, dict[str, Sensitivity]], None] | None,
+) -> dict[str, Sensitivity]:  # fmt: skip
+    """`measure` in batches of `rows`."""
     batches = [Batch.whole(ids[i : i + rows].to(device)) for i in range(0, len(ids), rows)]
     dtype = model.dtype
     _compute_in(model, torch.float32 if device.type == "cpu" else torch.bfloat16)  # gradients outgrow fp16 on both ends
@@ -248,7 +272,7 @@ class _Shape:
 
     def __init__(self, name: str, linear: Linear, hessian: Hessian, damping: float, output: bool) -> None:
         assert linear.weight is not None
-        self.weight = _pad(linear.weight.data.float().T)
+        self.weight = pad_matrix(linear.weight.data.float().T)
         self.n = linear.out_features
         k, n = self.weight.shape
         self.signs = [random_signs(f"{name}:{side}", size).to(self.weight.device) for side, size in (("in", k), ("out", n))]
@@ -285,7 +309,8 @@ class _Shape:
         alike = float((s * reg.svh[: self.n].square())[self.n // HADAMARD * HADAMARD :].sum()) * (_copies(self.n % HADAMARD) - 1)
         output = None
         if halves.dim() == 3:
-            ratio = 0.5 * sum(_ratio(_square(a, reg.svh), _square(b, reg.svh), reg.svh) for a, b in (halves, halves.flip(0)))
+            first, second = (pad_matrix(half) for half in halves)
+            ratio = 0.5 * sum(_ratio(a, b, reg.svh) for a, b in ((first, second), (second, first)))
             if ratio < WORTH:
                 output = (halves.mean(0) / size).half().cpu()
                 loss, alike = loss * ratio, 0.0
@@ -301,11 +326,6 @@ def _copies(columns: int) -> int:
     return HADAMARD >> (columns - 1).bit_length() if columns else 1
 
 
-def _square(m: Tensor, svh: Tensor) -> Tensor:
-    extra = len(svh) - len(m)
-    return torch.nn.functional.pad(m, (0, extra, 0, extra))
-
-
 def _ratio(known: Tensor, unknown: Tensor, svh: Tensor) -> float:
     """What feedback by the factor of `known` leaves of the loss that `unknown` measures."""
     metric = output_metric(unknown, svh)
@@ -316,11 +336,6 @@ def _ratio(known: Tensor, unknown: Tensor, svh: Tensor) -> float:
 
 def _inverse(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, torch.eye(len(lower), device=lower.device), upper=False, unitriangular=True)
-
-
-def _pad(w: Tensor) -> Tensor:
-    k, n = w.shape
-    return torch.nn.functional.pad(w, (0, padded(n) - n, 0, padded(k) - k)).contiguous()
 
 
 def affordable(tokens: int, model: Any, device: torch.device) -> int:
