@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quantize"))
@@ -18,9 +19,10 @@ from tiny_llama import VOCAB, write_model
 
 import exl3
 from exl3 import ops
+from exl3.cli.measure import command
 from exl3.errors import ArgumentError, BackendError, FormatError, NumericalError, UnsupportedError
 from exl3.evaluate.mix import Measurement, MixGroup, choose, groups_of, measure, write_mix
-from exl3.files import Checkpoint
+from exl3.files import Checkpoint, Tokenizer
 from exl3.quantize.convert import convert
 
 
@@ -175,3 +177,22 @@ def test_quants_that_agree_in_some_rates(case, tmp_path: Path):
     changed = [g.keys for g in got.groups if g.kl[0] != g.kl[1]]
     assert changed == [["model.layers.0.mlp.down_proj"], ["model.layers.1.self_attn.o_proj"]] and told == [2]
     assert all(g.bits[0] == g.bits[1] for g in got.groups)
+
+
+def test_the_verb_measures_on_a_text_of_ones_own(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, _ = case
+
+    class Bytes:
+        bos_id = None
+
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [b % VOCAB for b in text.encode()]
+
+    monkeypatch.setattr(Tokenizer, "from_directory", lambda _: Bytes())
+    text = "a text that the calibration never saw, and a bit more of it"
+    (tmp_path / "t.txt").write_text(text)
+    words = ["-i", folder / "2", "-i", folder / "4", "-r", folder / "source", "-o", tmp_path / "m.json", "-cc", 16, "-d", "cpu"]
+    done = CliRunner().invoke(command, [str(w) for w in [*words, "--text", tmp_path / "t.txt", "-cr", 2]], catch_exceptions=False)
+    ids = torch.tensor(Bytes().encode(text)[:32], dtype=torch.int32).view(2, 16)
+    wanted = measure(folder / "source", [folder / "2", folder / "4"], ids, device="cpu")
+    assert done.exit_code == 0 and [g.kl for g in Measurement.read(tmp_path / "m.json").groups] == [g.kl for g in wanted.groups]
