@@ -166,7 +166,7 @@ def test_overflow_and_several_devices_are_told(case, tmp_path: Path):
 
 def test_quants_that_agree_in_some_rates(case, tmp_path: Path):
     """The same rate may hide the same matrix, which is not measured again, or another one, which is."""
-    folder, found = case
+    folder, _ = case
     shutil.copytree(folder / "2", tmp_path / "q")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     for name in ("model.layers.1.self_attn.o_proj.svh", "model.layers.0.mlp.down_proj.suh"):
