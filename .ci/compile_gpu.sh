@@ -7,6 +7,8 @@ if command -v nvcc >/dev/null || [ -n "${CUDACXX:-}" ]; then
   if [ -f cuda/CMakeLists.txt ]; then
     cmake -S . -B build/cuda -G Ninja -DEXL3_BACKENDS=cuda -DEXL3_BINDINGS=OFF -DEXL3_CUDA_ARCHS="80;90a" -DCMAKE_BUILD_TYPE=Release >/dev/null
     cmake --build build/cuda -j "$JOBS"
+    # reads registers and stack back out of the library
+    command -v cuobjdump >/dev/null || python3 -m pip install -q nvidia-cuda-cuobjdump || echo "notice: no cuobjdump"
     python3 cuda/check_build.py "$(find build/cuda -name libexl3_cuda.so)" --archs "80 90a"
   fi
 else

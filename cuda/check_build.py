@@ -2,14 +2,15 @@
 
     python cuda/check_build.py LIBRARY [--archs "80 90a"] [--uncompressed]
 
-Ends with status 1 and one line a finding where something is beyond cuda/limits.json. The resources need cuobjdump (CUDA toolkit); without
-it that part is skipped, and said so.
+Ends with status 1 and one line a finding where something is beyond cuda/limits.json, or a kernel has no limits there. The resources need
+cuobjdump: the CUDA toolkit's, or that of PyPI's nvidia-cuda-cuobjdump in this Python; without one that part is skipped, and said so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import struct
@@ -42,9 +43,14 @@ def fat_binary_entries(data: bytes) -> list[dict[str, int]]:
     return entries
 
 
+def cuobjdump() -> str | None:
+    in_packages = (Path(p) / "nvidia/cu13/bin/cuobjdump" for p in sys.path if p)
+    return shutil.which("cuobjdump") or next((str(p) for p in in_packages if p.is_file() and os.access(p, os.X_OK)), None)
+
+
 def resources(library: Path) -> list[tuple[str, int, int, int]] | None:
     """(kernel, registers, stack, shared) of all machine code, or None without cuobjdump."""
-    tool = shutil.which("cuobjdump")
+    tool = cuobjdump()
     if tool is None:
         return None
     text = subprocess.run([tool, "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
@@ -83,6 +89,7 @@ def main() -> int:
     for name, registers, stack, shared in used or []:
         kind = next((k for k in limits["kernels"] if k in name), None)
         if kind is None:
+            findings.append(f"{name}: no limits for this kernel in limits.json")
             continue
         for what, have in (("registers", registers), ("stack", stack), ("shared", shared)):
             if have > limits["kernels"][kind][what]:
@@ -90,7 +97,7 @@ def main() -> int:
     for finding in findings:
         print(f"check_build: {finding}", file=sys.stderr)
     if not findings:
-        print(f"within limits ({len(used or [])} kernels checked)")
+        print("within limits" if used is None else f"within limits, {len(used)} kernels checked")
     return bool(findings)
 
 
