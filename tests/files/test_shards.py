@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import namedtuple
 
 import pytest
@@ -170,3 +171,26 @@ def test_round_trip_through_a_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     c = Checkpoint.open(tmp_path)
     assert c.file_count == 3 and all(torch.equal(t, T[n]) for n, t in c.read(T).items())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process")
+def test_what_the_disk_refuses_half_way_is_told_and_the_old_file_stays(tmp_path):
+    """A limit of the process stands for a disk that fills up behind the check."""
+    import resource
+
+    tensors = {"a": torch.zeros(5000)}
+    write_tensors(tmp_path / "t.safetensors", {"a": torch.ones(2)})
+    write_json(tmp_path / "j.json", {"a": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"t\.safetensors.*cannot be written .*large"):
+            write_tensors(tmp_path / "t.safetensors", tensors)
+        with pytest.raises(ResourceError, match=r"j\.json: cannot be written .*large"):
+            write_json(tmp_path / "j.json", list(range(1000)))
+        with pytest.raises(ResourceError, match="cannot be written"):
+            write_shards(tmp_path / "model", [tensors])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["j.json", "model", "t.safetensors"]
+    assert load_file(tmp_path / "t.safetensors")["a"].tolist() == [1, 1] and json.loads((tmp_path / "j.json").read_text()) == {"a": 1}

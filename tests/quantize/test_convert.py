@@ -136,6 +136,26 @@ def test_an_interrupted_job_resumes_to_the_same_bytes(tmp_path: Path, model_dir:
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_a_disk_that_fills_up_stops_the_job_and_loses_nothing(tmp_path: Path, model_dir: Path, calibration: Path, monkeypatch):
+    """Files are written behind the work; the first that fails must end it, and nothing behind it may count as done."""
+    run(model_dir, tmp_path / "whole", calibration, 2)
+    save = Job.save_module
+
+    def fail(job: Job, index: int, *rest) -> None:
+        if index == 1:
+            raise ResourceError("00001.safetensors: cannot be written")
+        save(job, index, *rest)
+
+    monkeypatch.setattr(Job, "save_module", fail)
+    lines: list[str] = []
+    with pytest.raises(ResourceError, match="cannot be written"):
+        run(model_dir, tmp_path / "out", calibration, 2, log=lines.append)
+    assert "--resume" in lines[-1] and not list((tmp_path / "out").iterdir())
+    monkeypatch.undo()
+    convert(work_dir=tmp_path / "out.work", resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_resume_refuses_other_settings_and_sources(tmp_path: Path, model_dir: Path, calibration: Path):
     out = tmp_path / "out"
     with pytest.raises(JobError, match="max-module"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,17 +34,26 @@ def check_disk(directory: str | os.PathLike[str], nbytes: int, what: str = "the 
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a small file so that either the old or the new one is there, whatever happens."""
+    """Write a small file so that either the old or the new one is there, whatever happens. ResourceError where the disk refuses."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with _told(path), open(temporary, "wb") as f:
             f.write(data.encode() if isinstance(data, str) else data)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the disk refuses, a full one say, as ResourceError with the file's name."""
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        raise ResourceError(f"{path}: cannot be written ({getattr(e, 'strerror', None) or e}); make room or use another disk") from None
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -63,10 +74,11 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], m
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    save_file(_apart(tensors), path, metadata=metadata or {"format": "pt"})
-    os.chmod(path, 0o644)  # the library writes 0600
-    with open(path, "rb+") as f:
-        os.fsync(f.fileno())
+    with _told(path):
+        save_file(_apart(tensors), path, metadata=metadata or {"format": "pt"})
+        os.chmod(path, 0o644)  # the library writes 0600
+        with open(path, "rb+") as f:
+            os.fsync(f.fileno())
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
