@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_attention as test_attention_on_card
+import test_cuda_attention as test_attention_on_card
 import test_portable
 import torch
 from harness import ROOT, Library, exact_weight, random_weight, relative
