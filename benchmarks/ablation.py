@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import subprocess
 import tempfile
 import time
@@ -38,11 +39,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # each step of the default left out
     "no allocation": {"allocation": "place"},
     "no channel weighting": {"channel_weighting": False},
-    "no recapture": {"recapture": False},
+    "no recapture": {"recapture": False, "correction": 0.0},  # correction needs the order
+    "no correction": {"correction": 0.0},
     "no scaled metric": {"scaled_hessian": False},
     # what is there and off
     "token weighting": {"token_weighting": True},
-    "correction": {"correction": 0.5},
+    "two-sided": {"two_sided": True},
+    "self text": {"self_text": 0.25},
+    "correction 1": {"correction": 1.0},
     "damping 0.01": {"damping": 0.01},
 }
 
@@ -166,7 +170,11 @@ def main() -> None:
     ap.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "ablation.json"))
     args = ap.parse_args()
     common = {k: json.loads(v) for k, _, v in (o.partition("=") for o in args.option)}
-    chosen = {n: json.loads(o) if o else VARIANTS[n] for n, _, o in (v.partition(":") for v in args.variants)}
+    asked = [v.partition(":") for v in args.variants]
+    unknown = [n for n, _, o in asked if not o and n not in VARIANTS]
+    if unknown:
+        ap.error(f"no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}, or NAME:JSON of options")
+    chosen = {n: json.loads(o) if o else VARIANTS[n] for n, _, o in asked}
 
     context = multiprocessing.get_context("spawn")
     jobs, results = context.Queue(), context.Queue()
@@ -178,7 +186,12 @@ def main() -> None:
         p.start()
     records, left = [], len(processes)
     while left:
-        record = results.get()
+        try:
+            record = results.get(timeout=10)
+        except queue.Empty:
+            if not any(p.is_alive() for p in processes):  # killed, for memory say: what they had in work is missing
+                break
+            continue
         if record is None:
             left -= 1
             continue

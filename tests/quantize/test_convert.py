@@ -410,6 +410,8 @@ def test_paths_and_devices_may_be_objects(tmp_path: Path, model_dir: Path, calib
 def test_no_tokenizer_means_random_tokens_and_a_warning(tmp_path: Path, model_dir: Path):
     report = convert(model_dir, tmp_path / "out", 2, devices="cpu", cal_rows=2, cal_cols=16)
     assert any("no tokenizer" in w for w in report.warnings) and report.calibration["sources"] == {"random": 2}
+    report = convert(model_dir, tmp_path / "out", 2, devices="cpu", cal_rows=2, cal_cols=16, self_text=0.5)
+    assert any("self_text needs a tokenizer" in w for w in report.warnings)
 
 
 def test_policies_run(tmp_path: Path, model_dir: Path, calibration: Path):

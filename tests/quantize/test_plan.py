@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import shlex
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,3 +151,20 @@ def test_incumbent_preset():
         0,
     )
     assert ConvertOptions(bits=4).checked().with_calibration("cpu").cal_cols == 512
+
+
+def test_the_ablation_knows_the_variants_that_the_guide_names():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("ablation", root / "benchmarks" / "ablation.py")
+    assert spec is not None and spec.loader is not None
+    ablation = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ablation)
+    for options in ablation.VARIANTS.values():
+        ConvertOptions(**{"bits": 2} | options).checked()
+    (line,) = [line for line in (root / "docs" / "quality.md").read_text(encoding="utf-8").splitlines() if "benchmarks/ablation.py" in line]
+    named = shlex.split(line.partition("--variants")[2])
+    assert named and set(named) <= ablation.VARIANTS.keys()
+    plain = dataclasses.asdict(ConvertOptions(bits=2).checked())
+    assert [n for n, o in ablation.VARIANTS.items() if dataclasses.asdict(ConvertOptions(**{"bits": 2} | o).checked()) == plain] == [
+        "default"
+    ]

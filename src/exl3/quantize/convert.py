@@ -202,7 +202,9 @@ class _Conversion:
                 raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
             make_output(output_dir)
             job.clean()
-            if options.self_text and tokenizer is not None:
+            if options.self_text and tokenizer is None:
+                self.warnings.append("self_text needs a tokenizer, and the model has none: it writes no calibration rows")
+            elif options.self_text:
                 rows = self._self_text(source, tokenizer, options, rows, device)
             self._weigh(job, model, source, plan, options, rows, device)
             job.begin(
