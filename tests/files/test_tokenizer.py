@@ -122,6 +122,12 @@ def test_encode_and_decode_as_transformers(pair, text):
     assert ours.encode(text, special=False) == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 
+def test_half_a_surrogate_pair_is_no_text(pair):
+    """What a terminal or a JSON escape that is no UTF-8 becomes."""
+    with pytest.raises(ArgumentError, match="surrogate"):
+        pair[0].encode("a\udcff")
+
+
 def test_bos(pair):
     ours, theirs = pair
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)

@@ -140,7 +140,22 @@ def test_no_new_tokens_scores_the_prompt():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": "hot"}, {"seed": "x"}, {"top_k": None}, {"stop": 5}, {"stop": [7]}, {"max_new_tokens": "9"}, {"max_new_tokens": 2.5}],
+    [
+        {"temperature": "hot"},
+        {"seed": "x"},
+        {"top_k": None},
+        {"presence_penalty": "much"},
+        {"frequency_penalty": None},
+        {"stop": 5},
+        {"stop": [7]},
+        {"stop_ids": 5},
+        {"stop_ids": "ab"},
+        {"stop_ids": [1.5]},
+        {"stop_conditions": [5]},
+        {"template_options": 5},
+        {"max_new_tokens": "9"},
+        {"max_new_tokens": 2.5},
+    ],
     ids=lambda w: next(iter(w)),
 )
 def test_values_of_a_wrong_type_are_named(wrong):

@@ -225,3 +225,43 @@ def test_a_hopeless_grammar_is_given_up_soon():
         pass
     assert time.process_time() - start < 5
     assert tokens_of(run(generator, Job([5, 6], 3, sampler=ArgmaxSampler())).popitem()[1])
+
+
+class OnTheSpot(Filter):
+    """Allows all; after `count` tokens it does `then`."""
+
+    def __init__(self, count, then):
+        super().__init__(None)
+        self.left, self.then = count, then
+
+    def reset(self):
+        pass
+
+    def accept_token(self, token):
+        self.left -= 1
+        if self.left == 0 and self.then == "cancel":
+            self.generator.cancel(self.job)
+
+    def get_next_logit_mask(self):
+        if self.left == 0 and self.then == "raise":
+            raise ValueError("no mask")
+
+    def is_completed(self):
+        return False
+
+    def use_background_worker(self):
+        return False
+
+
+@pytest.mark.parametrize("then", ["raise", "cancel"])
+def test_what_a_filter_does_on_the_engines_own_thread_is_its_jobs_affair(then):
+    """A mask that fails between two steps, a cancel in the middle of one (just where a page is full)."""
+    model = HistoryModel()
+    generator = Generator(model, StubCache(4096))
+    held = Job(list(range(2, 256)), 20, sampler=ArgmaxSampler(), filters=[OnTheSpot(3, then)])
+    other = Job([7, 8], 20, sampler=ArgmaxSampler())
+    results = run(generator, held, other)
+    assert tokens_of(results[other]) == model.greedy([7, 8], 20) and generator.pagetable.referenced == 0
+    assert tokens_of(results[held]) == model.greedy(list(range(2, 256)), 3)
+    if then == "raise":
+        assert isinstance(results[held][-1]["error"], ValueError)

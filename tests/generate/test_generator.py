@@ -9,6 +9,7 @@ from exl3.errors import ArgumentError, Exl3Error, NumericalError
 from exl3.generate.generator import Generator
 from exl3.generate.job import Job
 from exl3.generate.presets import ArgmaxSampler, ComboSampler, DefaultSampler
+from exl3.generate.sampling import NoTokenLeftError
 
 
 def make(tokens=4096, model=None, **options):
@@ -613,3 +614,44 @@ def test_junk_is_refused_when_the_job_is_made(name):
                 assert r["stage"] != "error", (name, value, r)
         assert good.new_tokens == 3 and generator.pagetable.referenced == 0
     assert refused >= 5
+
+
+def test_health_is_not_given_by_tokens_that_fail():
+    class Broken(HistoryModel):
+        def logits_of(self, history):
+            return np.full(self.vocab_size, np.nan, np.float32)
+
+    _, generator = make(model=Broken())
+    assert not generator.check_health(0.2) and generator.tokens_out == 0
+
+
+def test_device_fault_in_a_draw_closes_the_engine(monkeypatch):
+    """Where tokens are waited for, faults of all that was queued come to light."""
+    from exl3 import ops
+
+    def fault(*args, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ops, "sample", fault)
+    _, generator = make()
+    jobs = [greedy([5, 6], 5), greedy([7], 5, return_probs=True)]
+    results = run(generator, *jobs)
+    assert all(results[j][-1]["stage"] == "error" for j in jobs) and generator.closed is not None
+    assert generator.pagetable.referenced == 0
+
+
+@pytest.mark.parametrize("restrict", [True, False])
+def test_a_bad_row_that_was_written_over_keeps_its_reason(restrict):
+    """On cards the next step may be in the logits by the time the host sees that no token was found."""
+    _, generator = make()
+    job = Job([5, 6], 5, sampler=ComboSampler(logit_bias={7: 1.0}) if restrict else None)
+    generator.enqueue(job)
+
+    def overwrite(ids, rows, logits):
+        logits.zero_()
+        return ids.tolist()
+
+    generator.drawer.fetch = overwrite
+    logits = torch.full((1, generator.vocab_size), -float("inf") if restrict else float("nan"))
+    (found,) = generator.drawer.draw(logits, [(job, 0, 0)])
+    assert type(found) is (NoTokenLeftError if restrict else NumericalError)

@@ -293,23 +293,54 @@ def test_a_step_ahead_is_used_for_its_very_rows_alone(tmp_path, native):
     for step in range(2):
         logits = runner.run(rows(step, last))
         assert torch.equal(logits, plain.run(rows(step, last)))
-        drawn = runner.fetch(logits.argmax(-1).int(), range(3))
+        drawn = runner.fetch(logits.argmax(-1).int(), range(3), logits)
         last = dict(zip("abc", drawn))
     assert counts.found == 1 and counts.launched == 3
     # some rows of it, in another order
     logits = runner.run(rows(2, last, "ca"))
     assert torch.equal(logits, plain.run(rows(2, last, "ca"))) and counts.found == 2
-    runner.fetch(logits.argmax(-1).int(), range(2))
+    runner.fetch(logits.argmax(-1).int(), range(2), logits)
     # another token, another place, another owner: computed anew
     for wrong in ([([9], 3, [2], "c")], [([last["c"]], 2, [2], "c")], [([1], 3, [2], "d")], [([1, 2], 3, [2], "c")]):
         found = counts.found
         assert torch.equal(runner.run(wrong), plain.run(wrong)) and counts.found == found
     # nor past the end of a row's pages, nor where not every row drew, nor when told not to
     launched = counts.launched
-    runner.run([([4], 255, [2], "c")])
-    assert runner.fetch(torch.tensor([3], dtype=torch.int32), [0]) == [3]
-    runner.run(rows(4, last))
-    assert runner.fetch(torch.tensor([3, 1], dtype=torch.int32), [0, 2]) == [3, 1]
+    logits = runner.run([([4], 255, [2], "c")])
+    assert runner.fetch(torch.tensor([3], dtype=torch.int32), [0], logits) == [3]
+    logits = runner.run(rows(4, last))
+    assert runner.fetch(torch.tensor([3, 1], dtype=torch.int32), [0, 2], logits) == [3, 1]
+    assert runner.fetch(torch.tensor([3, 1, 2], dtype=torch.int32), [0, 1, 2], logits.clone()) == [3, 1, 2]  # of another pass
     runner.ahead = False
-    assert runner.fetch(torch.tensor([3, 1, 2], dtype=torch.int32), [0, 1, 2]) == [3, 1, 2]
+    assert runner.fetch(torch.tensor([3, 1, 2], dtype=torch.int32), [0, 1, 2], logits) == [3, 1, 2]
     assert counts.launched == launched + 2
+
+
+def test_going_ahead_never_writes_into_pages_that_have_changed_hands(tmp_path, native, monkeypatch):
+    """A prefill pass draws from logits of its own: no step of rows that may be gone follows from them."""
+    monkeypatch.delenv("EXL3_STEP")
+    one, _ = split_model(tmp_path, [2, 2])
+    texts = []
+    for ahead in (False, True):
+        generator = Generator(one, Cache(one, 512, "cpu"))
+        if ahead:
+            Counting(generator.runner)
+        got = []
+        for prompt in (tokens(one, 3, 1), tokens(one, 300, 2)):  # the second takes the first one's page over
+            generator.enqueue(Job(prompt, 12, sampler=ArgmaxSampler(), stop_conditions=[]))
+            while generator.num_remaining_jobs():
+                got += [i for r in generator.iterate() if "token_ids" in r for i in r["token_ids"][0].tolist()]
+        texts.append(got)
+    assert texts[0] == texts[1]
+
+
+def test_no_step_goes_ahead_of_more_rows_than_one_run_takes(tmp_path, native, monkeypatch):
+    """The next run would be for other rows: every such step would be thrown away."""
+    monkeypatch.delenv("EXL3_STEP")
+    one, _ = split_model(tmp_path, [2, 2])
+    generator = Generator(one, Cache(one, 256 * 66, "cpu"))
+    counts = Counting(generator.runner)
+    generator.enqueue([Job([5 + i, 6], 5, sampler=ArgmaxSampler(), stop_conditions=[]) for i in range(66)])
+    while generator.num_remaining_jobs():
+        assert all(r["stage"] != "error" for r in generator.iterate())
+    assert counts.launched == generator.runner.steps > 4 and counts.found == 0

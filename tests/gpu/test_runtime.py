@@ -176,7 +176,7 @@ def test_graph_tape_and_eager_agree_bit_for_bit(model):
 def generate(model, prompts, n=30, ahead=True):
     generator = Generator(model, Cache(model, 8192, model.device))
     if not ahead:
-        generator.drawer.fetch = lambda ids, rows: ids.tolist()
+        generator.drawer.fetch = lambda ids, *_: ids.tolist()
     jobs = [Job(p, n, sampler=ArgmaxSampler(), stop_conditions=[]) for p in prompts]
     got = {j: [] for j in jobs}
     generator.enqueue(jobs)

@@ -13,8 +13,8 @@ from plain_llama import CONFIG, random_weights, write
 
 import exl3
 from exl3 import ops
-from exl3.cache import Cache
-from exl3.errors import ArgumentError, ResourceError
+from exl3.cache import Batch, Cache
+from exl3.errors import ArgumentError, BackendError, ResourceError
 from exl3.files import Checkpoint, slabs
 from exl3.models import build, locate, memory
 from exl3.models.placement import parse_devices, place, shares
@@ -57,7 +57,8 @@ def counts(model: Any) -> list[tuple[str, int]]:
 def test_names_of_devices() -> None:
     assert parse_devices("cuda:0, cpu") == [torch.device("cuda", 0), torch.device("cpu")]
     assert parse_devices(["cuda:1", torch.device("cpu")]) == [torch.device("cuda", 1), torch.device("cpu")]
-    for wrong in ("cuda:0,gpu", "", ",", 1.5, [None]):
+    assert parse_devices("cpu:1") == [torch.device("cpu")]
+    for wrong in ("cuda:0,gpu", "", ",", 1.5, [None], "meta", "xpu:0"):
         with pytest.raises(ArgumentError, match="device is"):
             parse_devices(wrong)
 
@@ -151,3 +152,26 @@ def test_load_generate_unload_twenty_times(directory: Path) -> None:
         gc.collect()
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
     assert resident[-1] - resident[3] < 4 * MIB, resident
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": "9"}, {"max_tokens": 1.5}, {"k_bits": "8"}, {"v_bits": 3.5}, {"split": 3}, {"split": "11"}, {"path": 5}]
+)
+def test_plan_names_arguments_that_cannot_work(directory, wrong) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        plan(**{"path": directory, "device": "cpu,cpu", **wrong})
+
+
+def test_a_card_that_is_not_there(directory, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BackendError, match="there is no cuda:7: torch sees 1 GPU;"):
+        plan(directory, "cuda:7")
+
+
+def test_a_step_reaches_other_devices_as_the_stream_does(monkeypatch) -> None:
+    """Through host memory where the direct way between two cards is broken."""
+    moved = []
+    monkeypatch.setattr(ops, "move", lambda x, device: moved.append(device) or x)
+    batch = Batch.whole(torch.tensor([[1, 2]]))
+    batch.on(torch.device("cuda", 1))
+    assert moved == [torch.device("cuda", 1)] * 5

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from exl3 import ops
 from exl3.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Batch:
             return self
         if device not in self.elsewhere:
             names = ("ids", "positions", "token_row", "row_start", "lengths", "block_table", "logits_at")
-            moved: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
+            moved: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else ops.move(t, device) for name in names}
             self.elsewhere[device] = replace(self, **moved, tables={}, elsewhere={})
         return self.elsewhere[device]
 

@@ -11,7 +11,7 @@ from exl3.cli.common import device_option, emit_json, human_bytes, json_flag, ta
 
 @click.command("plan")
 @click.argument("model", type=click.Path(exists=True, file_okay=False))
-@click.option("-c", "--max-tokens", type=click.IntRange(min=1), default=None, help="cache size in tokens (default: the largest that fits)")
+@click.option("-c", "--max-tokens", type=click.IntRange(min=1), default=None, help="cache size in tokens (default: the model's context)")
 @click.option("--cache-bits", default="16", show_default=True, metavar="K[,V]", help="bits of cached keys and values, 2 to 8 or 16")
 @device_option
 @json_flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,6 +16,7 @@ from exl3.errors import ArgumentError, FormatError
 from exl3.files.chat import ChatTemplate
 from exl3.files.config import read_json
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -162,6 +164,8 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise ArgumentError(f"text to encode must be a str, not {type(text).__name__}")
+        if not text.isascii() and _SURROGATE.search(text):
+            raise ArgumentError("text to encode has half of a surrogate pair (U+D800 to U+DFFF), no character: was it read as UTF-8?")
         ids = list(self._backend_for(special).encode(text, add_special_tokens=False).ids)
         return self._with_bos(ids, add_bos)
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from exl3.errors import ArgumentError
+from exl3.generate.arguments import listed, whole
 from exl3.generate.generator import Generator
 from exl3.generate.job import Job, as_ids
 from exl3.generate.presets import ComboSampler
@@ -157,11 +158,19 @@ def generate(
     Raises ArgumentError for an empty prompt without BOS and for one longer than the context, NumericalError for NaN or Inf logits.
     """
     start = time.perf_counter()
-    _check_types(temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, top_k=top_k, seed=seed)
+    _check_types(
+        temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, top_k=top_k, seed=seed,
+    )  # fmt: skip
     if not isinstance(max_new_tokens, int | None) or isinstance(max_new_tokens, bool):
         raise ArgumentError(f"max_new_tokens is {max_new_tokens!r}; a whole number or None is needed")
     if stop is not None and not (isinstance(stop, Sequence) and all(isinstance(s, str) for s in stop)):
         raise ArgumentError(f"stop is {stop!r}; a string or a list of strings is needed, ids go to stop_ids")
+    ends = None if stop_ids is None else [whole("stop_ids", i, 0) for i in listed("stop_ids", stop_ids, "token ids")]
+    if not isinstance(template_options, Mapping | None):
+        raise ArgumentError(f"template_options is {template_options!r}; a dict is needed")
+    if "stop_conditions" in job_options:
+        raise ArgumentError("stop_conditions: generate takes strings as stop and token ids as stop_ids")
     options = {**(template_options or {}), **({"tools": tools} if tools else {}), **({"template": template} if template else {})}
     ids = prompt_ids(model, prompt, options)
     if sampler is None:
@@ -172,7 +181,7 @@ def generate(
     need = len(ids) + (model.max_tokens if max_new_tokens is None else max(0, max_new_tokens)) + 1
     engine = engine_of(model, min(need, model.max_tokens))
     strings = [stop] if isinstance(stop, str) else list(stop or ())
-    conditions: list[int | str | None] = [*(engine.generator.eos_token_ids if stop_ids is None else stop_ids), *strings]
+    conditions: list[int | str | None] = [*(engine.generator.eos_token_ids if ends is None else ends), *strings]
     job = Job(ids, max_new_tokens, sampler=sampler, seed=seed, stop_conditions=conditions, clamp=clamp, **job_options)
     if stream:
         return _stream(engine, job)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from exl3 import ops, settings
-from exl3.errors import BackendError, NumericalError
+from exl3.errors import NumericalError
 from exl3.generate.job import Job
-from exl3.generate.sampling import State, apply_mask, check_finite, uniform
+from exl3.generate.sampling import NoTokenLeftError, State, apply_mask, check_finite, uniform
+from exl3.generate.step import device_failed
 
 _MAX_HISTORY = 8192  # longer histories go step by step: copying them for every row would cost more than it saves
 
@@ -27,7 +28,7 @@ class Drawer:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
         self.fused = bool(settings.get("EXL3_FUSED_SAMPLER"))
-        self.fetch: Callable[[Tensor, Sequence[int]], list[int]] = lambda ids, rows: ids.tolist()  # type: ignore[no-any-return]
+        self.fetch: Callable[[Tensor, Sequence[int], Tensor], list[int]] = lambda ids, *_: ids.tolist()  # type: ignore[no-any-return]
 
     def draw(self, logits: Tensor, rows: Sequence[tuple[Job, int, int]]) -> list[Drawn]:
         """One token for each (job, row, offset): `offset` counts draft tokens before it. An error of one row is returned in its place."""
@@ -64,6 +65,8 @@ class Drawer:
                 else:
                     out[i] = self._step_by_step(logits[row], job, offset)
             except Exception as error:  # one job's filter or sampler must not end the others
+                if device_failed(error):
+                    raise
                 out[i] = error
         if fused:
             self._draw_together(logits, rows, fused, out)
@@ -113,9 +116,9 @@ class Drawer:
         """One call for all; if it fails, one for each, so that only those whose fault it is get an error."""
         try:
             self._draw_fused(logits, rows, chosen, out)
-        except BackendError:
-            raise
         except Exception as error:
+            if device_failed(error):
+                raise
             for i in chosen:
                 out[i] = error
                 if len(chosen) > 1:
@@ -139,7 +142,7 @@ class Drawer:
         if longest:
             history, lengths = self._pack_history([rows[i] for i in chosen], logits.device)
         ids, _ = ops.sample(part, ops.put(params, logits.device), history, lengths, probs=False)
-        for i, token in zip(chosen, self.fetch(ids, at)):
+        for i, token in zip(chosen, self.fetch(ids, at, logits)):
             out[i] = token if token >= 0 else self._bad_row(logits, rows[i])
 
     def _pack_history(self, rows: Sequence[tuple[Job, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -159,16 +162,18 @@ class Drawer:
             check_finite(logits[at], f"job {job.serial_number}: logits of token {job.new_tokens + offset}")
         except NumericalError as error:
             return error
-        return NumericalError(f"job {job.serial_number}: the sampler found no token")
+        # the step that went ahead has written over the row: NaN or +inf, unless something was masked
+        masked = job.filters or job.blocked or job.healing or job.plan.before
+        return (NoTokenLeftError if masked else NumericalError)(f"job {job.serial_number}: the sampler found no token")
 
     def _with_extra(self, job: Job, raw: Tensor | None, drawn: Any) -> Drawn:
         if isinstance(drawn, Exception) or raw is None:
             return drawn if isinstance(drawn, Exception) else (drawn, None)
         try:
             return drawn, self._extra(job, raw, drawn)
-        except BackendError:
-            raise
         except Exception as error:
+            if device_failed(error):
+                raise
             return error
 
     def _extra(self, job: Job, raw: Tensor, token: int) -> Any:

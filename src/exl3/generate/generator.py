@@ -23,7 +23,7 @@ from exl3.generate.job import Job
 from exl3.generate.masks import Masks
 from exl3.generate.options import check_unused, make_drafter, special_ids
 from exl3.generate.pages import PAGE, PageTable
-from exl3.generate.step import MAX_TOKENS, StepRunner, forward, packed_batch
+from exl3.generate.step import MAX_TOKENS, StepRunner, device_failed, forward, packed_batch
 from exl3.generate.text import Pieces
 
 Result = dict[str, Any]
@@ -100,6 +100,7 @@ class Generator(Conveniences):
         self.closed: Exception | None = None
         self.job_serial = 0  # of the newest job
         self._lock = threading.RLock()
+        self._stepping = False
         self._inbox: deque[Job] = deque()
         self._cancelled: deque[Job] = deque()
         self._changes: deque[tuple[Job, Callable[[], None]]] = deque()  # to jobs' settings, by any thread
@@ -142,7 +143,8 @@ class Generator(Conveniences):
         self._cancelled.append(job)
         if self._lock.acquire(blocking=False):  # nobody iterates: its pages go back now, else at the end of this step
             try:
-                self._apply_cancellations()
+                if not self._stepping:  # a filter, or a forgotten stream that is collected, may call this in the middle of a step
+                    self._apply_cancellations()
             finally:
                 self._lock.release()
 
@@ -193,12 +195,15 @@ class Generator(Conveniences):
                 self.pending_jobs.append(self._inbox.popleft())
                 self._retry = True
             self._apply_changes(results)
+            self._stepping = True
             try:
                 self._step(results)
             except Exception as error:
-                if not (isinstance(error, BackendError) or _is_device_fault(error)):
+                if not device_failed(error):
                     raise
                 self._close_on_fault(error, results)
+            finally:
+                self._stepping = False
             self._apply_cancellations()
             return results
 
@@ -214,8 +219,9 @@ class Generator(Conveniences):
             self.masks.idle(behind)
         if ready:
             self._cooldown -= 1
-            # not where the next step will have other rows: drafts, or jobs that a prefill pass brings in
-            self.runner.ahead = self.drafter is None and (not waiting or self._cooldown > 0)
+            # not where the next run will have other rows: drafts, jobs that a prefill pass brings in, more rows than one run takes
+            alike = self.drafter is None and len(ready) <= MAX_TOKENS
+            self.runner.ahead = alike and (not waiting or self._cooldown > 0)
             self._decode([j for j in ready if not j.is_finished], results)
 
     def _apply_cancellations(self) -> None:
@@ -282,7 +288,7 @@ class Generator(Conveniences):
         try:
             return call(self.drafter)
         except Exception as error:
-            if isinstance(error, BackendError) or _is_device_fault(error):
+            if device_failed(error):
                 raise
             warnings.warn(f"drafting is switched off: {error}", RuntimeWarning, stacklevel=2)
             self.drafter = None
@@ -416,7 +422,7 @@ class Generator(Conveniences):
 
     def _isolate(self, work: list[tuple[Job, int]], error: Exception, results: list[Result]) -> None:
         """A pass failed: find whose fault it was by running each job alone."""
-        if isinstance(error, BackendError) or _is_device_fault(error):
+        if device_failed(error):
             self._close_on_fault(error, results)
             return
         if len(work) == 1:
@@ -426,6 +432,9 @@ class Generator(Conveniences):
             try:
                 logits = self._prefill_pass([item])
             except Exception as own:
+                if device_failed(own):
+                    self._close_on_fault(own, results)
+                    return
                 self._fail(item[0], own, results)
                 continue
             self._after_prefill([item], logits, results)
@@ -496,7 +505,7 @@ class Generator(Conveniences):
         try:
             logits = self.runner.run(rows)
         except Exception as error:
-            if isinstance(error, BackendError) or _is_device_fault(error):
+            if device_failed(error):
                 self._close_on_fault(error, results)
             elif len(group) == 1:
                 self._fail(group[0][0], error, results)
@@ -586,10 +595,10 @@ class Generator(Conveniences):
             except Exception as error:
                 self._fail(job, error, results)
                 continue
+            self.tokens_out += 1
             if not job.time_first:
                 job.time_first = now
             self._advance(job, results)
-        self.tokens_out += len(draws)
 
     def _advance(self, job: Job, results: list[Result]) -> None:
         """After the last token of a step: publish pages, results, the next masks, or the end of the stint."""
@@ -632,11 +641,3 @@ class Generator(Conveniences):
             results.append(made)
         if job.eos is not None:
             self._leave(job)
-
-
-def _is_device_fault(error: Exception) -> bool:
-    """Whether the device itself failed; out of memory is not such a fault."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(s in text for s in ("CUDA error", "HIP error", "device-side assert", "cuBLAS", "CUBLAS"))

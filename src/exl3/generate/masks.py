@@ -28,7 +28,7 @@ class Masks:
             return
         if self._workers is None:
             self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="exl3-filter")
-        job.masks = [self._workers.submit(f.mask) if f.use_background_worker() else f.mask() for f in job.filters]
+        job.masks = [self._workers.submit(f.mask) if f.use_background_worker() else _now(f) for f in job.filters]
 
     def late(self, jobs: Iterable[Job]) -> set[Job]:
         """Those of `jobs` whose masks are still being computed after a short wait; they are marked as `lagging`."""
@@ -60,6 +60,16 @@ class Masks:
         """Takes no more work."""
         if self._workers is not None:
             self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _now(f: Any) -> Any:
+    """The mask, or a future that raises what `mask` did when the job draws: the others go on."""
+    try:
+        return f.mask()
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _pending(job: Job) -> list[Future[Any]]:

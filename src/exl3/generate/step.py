@@ -17,11 +17,11 @@ from torch import Tensor
 
 from exl3 import ops
 from exl3.cache import Batch
-from exl3.errors import ArgumentError
+from exl3.errors import ArgumentError, BackendError
 from exl3.generate.segments import BUCKETS, MAX_TOKENS, Indices, Recording, Segment, recorder
 from exl3.models.stages import stages_of, walk
 
-__all__ = ["BUCKETS", "MAX_TOKENS", "StepRunner", "bucket", "forward", "packed_batch", "recorder"]
+__all__ = ["BUCKETS", "MAX_TOKENS", "StepRunner", "bucket", "device_failed", "forward", "packed_batch", "recorder"]
 
 Row = tuple[Sequence[int], int, Sequence[int], Any]  # new ids, position of the first, pages, owner
 
@@ -32,6 +32,15 @@ def bucket(tokens: int) -> int:
         if tokens <= size:
             return size
     raise ArgumentError(f"a decode step takes at most {MAX_TOKENS} tokens, got {tokens}")
+
+
+def device_failed(error: Exception) -> bool:
+    """Whether the device itself failed, so that nothing on it can go on; out of memory is not such a fault."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error)
+    signs = ("CUDA error", "HIP error", "device-side assert", "cuBLAS", "CUBLAS")
+    return isinstance(error, BackendError) or (isinstance(error, RuntimeError) and any(s in text for s in signs))
 
 
 def forward(model: Any, batch: Batch, head: bool = True) -> Tensor | None:
@@ -82,10 +91,10 @@ class StepRunner:
     valid until the next run or fetch. `owner` is any hashable: a row of the block table is rewritten only when its owner or number of
     pages changes.
 
-    `fetch(ids)` brings the tokens drawn from these logits to the host. On a card it first starts the step that follows if every row goes
-    on with its token, so that the card works while the host looks at the tokens; a `run` that asks for rows of that step finds its
-    logits there, any other is computed anew. `ahead = False` turns that off. What such a step leaves in the cache lies beyond every row's
-    end, and later work on the same stream overwrites it.
+    `fetch(ids, rows, logits)` brings tokens drawn from `logits` to the host. Where those are the last run's, on a card, it first starts the
+    step that follows if every row goes on with its token, so that the card works while the host looks at the tokens; a `run` that asks
+    for rows of that step finds its logits there, any other is computed anew. `ahead = False` turns that off. What such a step leaves in
+    the cache lies beyond every row's end, and later work on the same stream overwrites it.
     """
 
     def __init__(self, model: Any, cache: Any, width: int, mode: str | None = None) -> None:
@@ -101,6 +110,7 @@ class StepRunner:
             at = blocks[1]
         self._revision: Any = None
         self._last: list[Row] | None = None  # rows of the last run where each had one token
+        self._logits: Tensor | None = None  # and what it returned
         self._pending: _Ahead | None = None
         self._drawn: Any = None  # pinned buffer and event of `fetch`
         self.ahead = True
@@ -131,11 +141,10 @@ class StepRunner:
         self.steps += 1
         pending, self._pending = self._pending, None
         self._last = list(rows) if self._cards and all(len(row[0]) == 1 for row in rows) else None
-        if pending is not None and self._last is not None:
-            found = self._found(pending, rows)
-            if found is not None:
-                return found
-        return self._launch(rows)
+        self._logits = None if pending is None or self._last is None else self._found(pending, rows)
+        if self._logits is None:
+            self._logits = self._launch(rows)
+        return self._logits
 
     def _launch(self, rows: Sequence[Row], ids: Tensor | None = None) -> Tensor:
         """Starts a step; `ids`: its token ids where they are on the card only."""
@@ -154,18 +163,18 @@ class StepRunner:
         assert x is not None
         return x[:tokens]
 
-    def fetch(self, ids: Tensor, rows: Sequence[int]) -> list[int]:
-        """The drawn `ids` int32 `(n,)`, one for each of the logits' `rows`, on the host; see the class."""
-        last = self._last
+    def fetch(self, ids: Tensor, rows: Sequence[int], logits: Tensor) -> list[int]:
+        """`ids` int32 `(n,)`, drawn one from each of the `rows` of `logits`, on the host; see the class."""
+        last = self._last if logits is self._logits else None  # a prefill pass has logits of its own
         if not self.ahead or last is None or list(rows) != list(range(len(last))) or not self._may_go_ahead(last):
             drawn: list[int] = ids.tolist()
             return drawn
         arrived = self._bring(ids)
         following = [((0,), first + 1, pages, owner) for _, first, pages, owner in last]
-        logits = self._launch(following, ids)
+        further = self._launch(following, ids)
         drawn = arrived()
         places = {owner: (r, drawn[r], first, len(pages)) for r, (_, first, pages, owner) in enumerate(following)}
-        self._pending = _Ahead(logits, places)
+        self._pending = _Ahead(further, places)
         return drawn
 
     def _bring(self, ids: Tensor) -> Callable[[], list[int]]:

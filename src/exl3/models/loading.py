@@ -19,12 +19,11 @@ from exl3.models.model import Model
 from exl3.models.placement import Share, by_device, context, parse_devices, place, shares
 from exl3.models.registry import build
 from exl3.models.tensors import Found, find_tensors
+from exl3.ops.memory import check_present
 from exl3.settings import debug_log
 
 
-def load(
-    path: str | os.PathLike[str], device: Any = None, max_tokens: int | None = None, *, split: Sequence[int] | None = None
-) -> Model:
+def load(path: str | os.PathLike[str], device: Any = None, max_tokens: int | None = None, *, split: Sequence[int] | None = None) -> Model:
     """Load the model in directory `path`, EXL3 or unquantized.
 
     device      "cpu", "cuda", "cuda:1"; default: "cuda" where there is a card and kernels for it, else "cpu". Several, "cuda:0,cuda:1" or
@@ -37,10 +36,7 @@ def load(
     does not fit into memory raises ResourceError before anything is allocated, and memory that runs out all the same gives everything
     back. Without tokenizer files the model works with token ids only and a warning says so.
     """
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise ArgumentError(f"max_tokens is {max_tokens!r}; a whole number of at least 1 is needed")
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentError(f"path is {path!r}; the path of a model directory is needed")
+    check_arguments(path, max_tokens)
     device = default_device() if device is None else device
     devices = parse_devices(device)
     checkpoint = Checkpoint.open(path)
@@ -64,6 +60,14 @@ def load(
     if not (checkpoint.path / "tokenizer.json").exists():
         warnings.warn(f"{checkpoint.path}: no tokenizer.json, so text is not available; token ids are", stacklevel=2)
     return model
+
+
+def check_arguments(path: Any, max_tokens: Any) -> None:
+    """ArgumentError for what can be neither a path nor a number of tokens."""
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ArgumentError(f"max_tokens is {max_tokens!r}; a whole number of at least 1 is needed")
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path is {path!r}; the path of a model directory is needed")
 
 
 @functools.cache
@@ -125,6 +129,7 @@ def check_device(device: str) -> None:
         if torch.device(device).type != "cpu":
             raise
         return
+    check_present(torch.device(device))
     ops.self_test(device)
 
 

@@ -161,7 +161,8 @@ class Model(nn.Module):
     def forward_whole(self, ids: Tensor) -> Tensor:
         """Whole sequences without a cache: ids `(rows, tokens)` -> logits `(rows, tokens, vocab_size)` fp32."""
         rows, tokens = ids.shape
-        return self.forward(Batch.whole(ids.to(self.device))).to(self.device).view(rows, tokens, -1)
+        logits = self.forward(Batch.whole(ids.to(self.device)))
+        return (ops.move(logits, self.device) if self.split else logits).view(rows, tokens, -1)
 
     # the public face
 

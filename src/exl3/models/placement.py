@@ -60,7 +60,11 @@ def _parse(name: Any) -> torch.device:
         raise ArgumentError(
             f"device is {name!r}; use cpu, cuda or cuda:N, auto, or several as cuda:0,cuda:1 ({str(error).splitlines()[0][:80]})"
         ) from None
-    if found.type == "cuda" and found.index is None:
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device is {name!r}; models run on cpu and cuda")
+    if found.type == "cpu":
+        return torch.device("cpu")  # there is one, whatever its number
+    if found.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return found
 
@@ -72,10 +76,10 @@ def place(model: Any, checkpoint: Checkpoint, device: Any, tokens: int | None, s
     devices = parse_devices(device)
     count = len(model.blocks)
     if split is not None:
-        counts = list(split)
+        counts = list(split) if isinstance(split, Sequence) else []
         if len(counts) != len(devices) or any(type(n) is not int or n < 1 for n in counts) or sum(counts) != count:
             raise ArgumentError(
-                f"split is {list(split)!r} for {len(devices)} devices; give the number of layers on each, at least 1, {count} in all"
+                f"split is {split!r} for {len(devices)} devices; give the number of layers on each, at least 1, {count} in all"
             )
     elif len(devices) == 1:
         counts = [count]

@@ -8,6 +8,14 @@ from pathlib import Path
 import torch
 
 from exl3 import settings
+from exl3.errors import BackendError
+
+
+def check_present(device: torch.device) -> None:
+    """BackendError where torch has no such card."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise BackendError(f"there is no {device}: torch sees {count or 'no'} GPU{'' if count == 1 else 's'}; `exl3 doctor` says more")
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -15,6 +23,7 @@ def available_bytes(device: torch.device | str) -> int:
     there no more than torch.cuda.set_per_process_memory_fraction allows."""
     device = torch.device(device)
     if device.type == "cuda":
+        check_present(device)
         free, total = torch.cuda.mem_get_info(device)
         used = torch.cuda.memory_allocated(device)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.8 and later

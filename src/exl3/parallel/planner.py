@@ -80,10 +80,9 @@ def plan(
     tokens at `k_bits` and `v_bits` (16, or 2 to 8). Raises what opening the directory raises; MissingTensorError names all that is
     missing."""
     for name, bits in (("k_bits", k_bits), ("v_bits", v_bits)):
-        if bits != 16 and not 2 <= bits <= 8:
-            raise ArgumentError(f"{name} is {bits}; 2 to 8 or 16 are possible")
-    if max_tokens is not None and max_tokens < 1:
-        raise ArgumentError(f"max_tokens is {max_tokens}, at least 1 is needed")
+        if type(bits) is not int or (bits != 16 and not 2 <= bits <= 8):
+            raise ArgumentError(f"{name} is {bits!r}; 2 to 8 or 16 are possible")
+    loading.check_arguments(path, max_tokens)
     device = loading.default_device() if device is None else device
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
