@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -104,3 +105,7 @@ def test_the_page_names_texts_calibration_and_layers(tmp_path: Path):
     assert "held.txt" in page and "q1 9 rows of 64 tokens" in page
     assert "| 0 | 0.1000 | 0.2000 |" in page and "| 1 | 0.2000 | 0.2000 |" in page
     assert json.loads((tmp_path / "report" / "report.json").read_text())[0]["layer_errors"] == [0.1, 0.2]
+    assert "GGUF" not in page
+    odd = dataclasses.replace(made[0], quantized="/m.gguf", layer_errors=[], calibration={"method": "another program's"})
+    page = write_report([*made, odd], tmp_path / "report").read_text()
+    assert "those of the whole file" in page and "| m.gguf | 3.000 |" in page

@@ -22,7 +22,7 @@ DEMANDS_BOS = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of `compare`. Sizes in bytes of all weight files, rates in bits per weight."""
+    """Result of `compare`. Sizes in bytes of all weight files; bits per weight of the decoder's matrices, or of a whole GGUF file."""
 
     reference: str
     quantized: str

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exl3.evaluate.compare import Comparison
+from exl3.evaluate.compare import Comparison, is_gguf
 
 
 def write_report(results: Sequence[Comparison], directory: str | Path) -> Path:
@@ -46,7 +46,7 @@ def _markdown(results: Sequence[Comparison], picture: bool) -> str:
             f"| {r.bytes_quantized / 2**20:.1f} "
             f"| {s.kl_mean:.5f} | {s.kl_median:.5f} | {s.kl_p99:.4f} | {100 * s.top1:.2f} % | {s.perplexity_quantized:.3f} |"
         )
-    lines += _layers(results)
+    lines += _rates(results) + _layers(results)
     lines += ["", "![KL and perplexity against size](report.png)" if picture else "(No picture: matplotlib is not installed.)", ""]
     return "\n".join(lines)
 
@@ -56,8 +56,19 @@ def _name(result: Comparison) -> str:
 
 
 def _calibrations(results: Sequence[Comparison]) -> list[str]:
-    known = [f"{_name(r)} {r.calibration['rows']} rows of {r.calibration['cols']} tokens" for r in results if r.calibration]
+    found = [(_name(r), r.calibration) for r in results if isinstance(r.calibration, dict)]
+    known = [f"{name} {c['rows']} rows of {c['cols']} tokens" for name, c in found if "rows" in c and "cols" in c]
     return ["", f"Calibration: {'; '.join(known)}."] if known else []
+
+
+def _rates(results: Sequence[Comparison]) -> list[str]:
+    """Two kinds of rates in one table."""
+    if not any(is_gguf(r.quantized) for r in results):
+        return []
+    return [
+        "",
+        "Bits per weight of a GGUF file are those of the whole file, of a directory those of the decoder's matrices: compare sizes.",
+    ]
 
 
 def _layers(results: Sequence[Comparison]) -> list[str]:

@@ -180,37 +180,11 @@ class _Conversion:
         plan = make_plan(model, source, options, found.used)
         model.place(device)
         check_resources(plan, model, options, devices, self.work, output_dir, resuming=resume)
-        tokenizer = self._tokenizer(source)
         mark = fingerprint(source_dir)
         if stored is not None:
-            if stored["fingerprint"] != mark:
-                raise JobError(
-                    f"{source_dir}: is not the model this job was begun with (config.json or weights have changed, or it is another than "
-                    f"{stored['options']['input_dir']}); restore it or start anew"
-                )
-            rates = {k: float(v) for k, v in stored["rates"].items()}
-            if options.allocation == "sensitivity" and options.recipe is None and rates.keys() == plan.rates.keys():
-                plan.rates = rates  # measured once
-            if rates != plan.rates:
-                raise JobError(f"{self.work}: the rates of the stored job cannot be derived any more (was the recipe edited?); start anew")
-            rows = cal.Calibration(job.calibration(), stored["calibration"])
-            make_output(output_dir)
-            job.update(options=self._as_stored(options))
+            rows = self._go_on(job, stored, plan, options, mark, output_dir)
         else:
-            rows = self._calibration(options, tokenizer, model.config.vocab_size)
-            if options.tune and rows.rows < LEAST_ROWS:
-                raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
-            make_output(output_dir)
-            job.clean()
-            if options.self_text and tokenizer is None:
-                self.warnings.append("self_text needs a tokenizer, and the model has none: it writes no calibration rows")
-            elif options.self_text:
-                rows = self._self_text(source, tokenizer, options, rows, device)
-            self._weigh(job, model, source, plan, options, rows, device)
-            job.begin(
-                {"options": self._as_stored(options), "fingerprint": mark, "rates": plan.rates, "calibration": rows.sources}, rows.ids
-            )
-            self.begun = True
+            rows = self._begin(job, model, source, plan, options, mark, output_dir, device)
         self.log(
             f"{type(model).__name__}, {len(plan.specs)} matrices in {len(model.blocks)} blocks, {plan.bits:.2f} bits per weight, "
             f"head {plan.head_bits:g}, codebook {options.codebook}, on {', '.join(map(str, devices))}"
@@ -221,6 +195,42 @@ class _Conversion:
         self._loop(job, model, source, plan, options, rows, devices)
         tuned = self._tune(job, source, options, rows, device)
         return self._finish(job, model, source, plan, options, rows, output_dir, started, tuned)
+
+    def _go_on(self, job: Job, stored: dict[str, Any], plan: Plan, options: ConvertOptions, mark: str, output: Path) -> cal.Calibration:
+        """The rows of an unfinished job, its rates into `plan`; JobError where it cannot go on as it was begun."""
+        if stored["fingerprint"] != mark:
+            raise JobError(
+                f"{self.given['input_dir']}: is not the model this job was begun with (config.json or weights have changed, or it is "
+                f"another than {stored['options']['input_dir']}); restore it or start anew"
+            )
+        rates = {k: float(v) for k, v in stored["rates"].items()}
+        if options.allocation == "sensitivity" and options.recipe is None and rates.keys() == plan.rates.keys():
+            plan.rates = rates  # measured once
+        if rates != plan.rates:
+            raise JobError(f"{self.work}: the rates of the stored job cannot be derived any more (was the recipe edited?); start anew")
+        rows = cal.Calibration(job.calibration(), stored["calibration"])
+        make_output(output)
+        job.update(options=self._as_stored(options))
+        return rows
+
+    def _begin(
+        self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, mark: str, output: Path, device: torch.device
+    ) -> cal.Calibration:
+        """The rows of a new job; what is measured of the original model into `plan` and the work folder."""
+        tokenizer = self._tokenizer(source)
+        rows = self._calibration(options, tokenizer, model.config.vocab_size)
+        if options.tune and rows.rows < LEAST_ROWS:
+            raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
+        make_output(output)
+        job.clean()
+        if options.self_text and tokenizer is None:
+            self.warnings.append("self_text needs a tokenizer, and the model has none: it writes no calibration rows")
+        elif options.self_text:
+            rows = self._self_text(source, tokenizer, options, rows, device)
+        self._weigh(job, model, source, plan, options, rows, device)
+        job.begin({"options": self._as_stored(options), "fingerprint": mark, "rates": plan.rates, "calibration": rows.sources}, rows.ids)
+        self.begun = True
+        return rows
 
     def _options(self, stored: dict[str, Any] | None) -> ConvertOptions:
         """Given options over stored ones; JobError where a resumed job would change."""
