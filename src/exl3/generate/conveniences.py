@@ -110,6 +110,8 @@ class Conveniences:
                 self._retry = True
             end = time.monotonic() + timeout
             while time.monotonic() < end and self.tokens_out == before and self.closed is None:
+                if probe.is_finished and not self.num_active_jobs() + self.num_pending_jobs():
+                    break  # it failed, and nobody else is there to do better
                 if step:
                     self.iterate()
                 else:

@@ -223,7 +223,7 @@ class Job:
         pieces = self.pieces = generator.pieces
         if self.token_healing and len(self.prompt) > 1 and pieces is not None:
             last = int(self.prompt[-1])
-            if last not in pieces.special and pieces.bytes_of(last):
+            if self.healing is None and last not in pieces.special and pieces.bytes_of(last):  # once, also where enqueue is tried again
                 self.healing = pieces.bytes_of(last)
                 self.prompt = self.prompt[:-1]
         self._resolve_limit(generator, context)
