@@ -69,6 +69,10 @@ def test_whole_sequences():
         ({"config": {"cache_shapes": [(1, 60)]}}, "multiples of 8"),
         ({"config": {"cache_shapes": [(1, 72)]}, "k_bits": 4}, "multiples of 32"),
         ({"config": {"cache_shapes": [(1, 640)]}}, "512"),
+        ({"max_tokens": "256"}, "max_tokens"),
+        ({"max_tokens": 256.5}, "max_tokens"),
+        ({"k_bits": "8"}, "k_bits"),
+        ({"v_bits": 3.5}, "v_bits"),
     ],
 )
 def test_bad_arguments_are_named(change, word):

@@ -77,10 +77,10 @@ class Cache:
         self, config: Any, max_tokens: int, device: torch.device | str = "cpu", k_bits: int = 16, v_bits: int = 16, compand: float = 0.0
     ) -> None:
         for name, bits in (("k_bits", k_bits), ("v_bits", v_bits)):
-            if bits != 16 and not 2 <= bits <= 8:
-                raise ArgumentError(f"cache: {name} {bits}: use 16 or 2 to 8")
-        if max_tokens < 1:
-            raise ArgumentError(f"cache: max_tokens {max_tokens} must be at least 1")
+            if not isinstance(bits, int) or (bits != 16 and not 2 <= bits <= 8):
+                raise ArgumentError(f"cache: {name} {bits!r}: use 16 or 2 to 8")
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ArgumentError(f"cache: max_tokens {max_tokens!r} must be a whole number of at least 1")
         if not 0 <= compand < 1:
             raise ArgumentError(f"cache: compand {compand} must be at least 0 (off) and below 1")
         shapes = _shapes(config)
