@@ -10,6 +10,11 @@ import torch
 from harness import Library, cuda_library, emulated_library
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: Any) -> Library:
     if shutil.which("g++") is None:

@@ -32,7 +32,8 @@ def test_limits(path: Path) -> None:
         assert k.shared <= 64 * 1024, k.name
         # waves a SIMD that hide the latency of memory (of 1024 registers a lane): eight for products of few rows, four for prefill
         assert k.vgprs <= (128 if "gemv" in k.name else 256 if "prefill" in k.name else 192), k.name
-        assert not k.count("ds_bpermute"), f"{k.name}: an exchange of lanes goes through shared memory"
+        if k.name != "k_sample":  # its scans name lanes at run time, a few times a row
+            assert not k.count("ds_bpermute"), f"{k.name}: an exchange of lanes goes through shared memory"
 
 
 @every
