@@ -1,7 +1,7 @@
 """The engine: jobs that share a model and a paged cache.
 
-Files in reading order: text and stream (tokens to text, stop strings), sampling, presets and drawing (samplers), pages (page table and prefix
-tree), segments and step (recorded steps), arguments and job, filters and masks (constrained output), draft (speculation), options,
+Files in reading order: text and stream (tokens to text, stop strings), sampling, presets and drawing (samplers), pages (page table and
+prefix tree), segments and step (recorded steps), arguments and job, filters and masks (constrained output), draft (speculation), options,
 conveniences and generator (the scheduler), aio (asyncio), api (`Model.generate`).
 """
 
