@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -25,17 +26,17 @@ namespace {
   throw py::error_already_set();
 }
 
-// One entry for each operation of the X-macro: its name, its block's size, and a call through the table.
+// One entry for each operation of the X-macro: its name, its block's size, its place in the table, and a call through it.
 struct OpInfo {
   const char* name;
-  size_t bytes;
+  size_t bytes, place;
   int (*call)(const exl3_backend*, const void* block, void* stream);
   bool (*present)(const exl3_backend*);
 };
 
 const OpInfo kOps[] = {
 #define EXL3_OP_INFO(op)                                                                                                   \
-  {#op, sizeof(exl3_##op##_args),                                                                                          \
+  {#op, sizeof(exl3_##op##_args), offsetof(exl3_backend, op),                                                              \
    [](const exl3_backend* b, const void* block, void* stream) { return b->op(static_cast<const exl3_##op##_args*>(block), stream); }, \
    [](const exl3_backend* b) { return b->op != nullptr; }},
     EXL3_OPS(EXL3_OP_INFO)
@@ -154,11 +155,12 @@ struct Library {
 #endif
     if (!get) raise("BackendError", path + " is not an exl3 kernel library: reinstall exl3");
     table = get();
-    if (!table || table->abi != EXL3_ABI || table->bytes != static_cast<int32_t>(sizeof(exl3_backend)))
+    // a table may end before our last operations, or hold more than we know
+    if (!table || table->abi != EXL3_ABI || table->bytes < static_cast<int32_t>(offsetof(exl3_backend, linear)))
       raise("BackendError", path + " is stale (interface " + std::to_string(table ? table->abi : 0) + ", this exl3 needs " +
                                 std::to_string(EXL3_ABI) + "): rebuild or reinstall exl3");
     for (const OpInfo& op : kOps)
-      if (op.present(table)) ops[op.name] = bind(table, &op);
+      if (op.place < static_cast<size_t>(table->bytes) && op.present(table)) ops[op.name] = bind(table, &op);
   }
 
   std::string describe(int device) const {

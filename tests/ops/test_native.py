@@ -94,6 +94,25 @@ def test_a_library_of_another_interface_refuses(tmp_path):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a C compiler by name")
+@pytest.mark.parametrize("bytes_of_table", ["offsetof(exl3_backend, dense)", "sizeof(exl3_backend) + 8"])
+def test_a_library_with_fewer_or_more_operations_serves_those_it_has(tmp_path, bytes_of_table):
+    from exl3 import _native
+
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text(f"""#include <stddef.h>
+        #include "exl3/ops.h"
+        static int linear(const exl3_linear_args* a, void* s) {{ return 0; }}
+        static exl3_backend table = {{EXL3_ABI, {bytes_of_table}, .name = "other", .linear = linear, .dense = (void*)1}};
+        const exl3_backend* exl3_get_backend(void) {{ return &table; }}""")
+    include = Path(__file__).parents[2] / "cpp/include"
+    try:
+        subprocess.run(["cc", f"-I{include}", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no C compiler")
+    assert set(_native.open(str(library)).ops) == ({"linear"} if "offsetof" in bytes_of_table else {"linear", "dense"})
+
+
 def test_blocks_of_a_wrong_size_are_refused():
     op = ops.backend("cpu").ops["add"]
     with pytest.raises(BackendError, match="size"):

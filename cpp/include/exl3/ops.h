@@ -199,7 +199,8 @@ typedef struct exl3_encode_args {
   X(act_mul) X(embedding) X(add) X(softcap) X(sample) X(encode)
 
 typedef struct exl3_backend {
-  int32_t abi, bytes;             // EXL3_ABI and sizeof(exl3_backend): a stale library refuses by name
+  int32_t abi, bytes;             // EXL3_ABI, raised when a block changes: a stale library refuses by name. sizeof(exl3_backend) as the library
+                                  // knows it: operations are added at the end, and what lies beyond is not there
   const char* name;               // "cpu", "cuda", "rocm"
   const char* build;              // compiler, architectures inside
   const char* (*last_error)(void);
