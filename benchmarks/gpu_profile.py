@@ -118,7 +118,8 @@ def jobs(bench: Bench, count: int, prompt: int, new: int) -> None:
             kind = "prefill" if len(passes) > before or (not timed and waiting) else f"decode of about {-(-ready // 8) * 8}"
             spans[kind].append(time.perf_counter() - start)
         whole = time.perf_counter() - begin
-        print(f"{count} jobs of {prompt} + {tokens}{', passes timed' if timed else ''}: {whole:.2f} s, {count * tokens / whole:.0f} tokens/s")
+        note = ", passes timed" if timed else ""
+        print(f"{count} jobs of {prompt} + {tokens}{note}: {whole:.2f} s, {count * tokens / whole:.0f} tokens/s")
         for kind, times in sorted(spans.items()):
             print(f"  {kind}: {len(times)} iterations, {sum(times):.3f} s, median {1e3 * sorted(times)[len(times) // 2]:.2f} ms")
     for seconds, launched, size in passes[:12]:
