@@ -265,3 +265,35 @@ def test_what_a_filter_does_on_the_engines_own_thread_is_its_jobs_affair(then):
     assert tokens_of(results[held]) == model.greedy(list(range(2, 256)), 3)
     if then == "raise":
         assert isinstance(results[held][-1]["error"], ValueError)
+
+
+def test_a_filter_of_a_running_job_is_refused_by_name():
+    generator = Generator(HistoryModel(), StubCache(8192))
+    f = Script([7, 8, 9, 11])
+    first = Job([5, 6], 4, sampler=ArgmaxSampler(), filters=[f])
+    generator.enqueue(first)
+    with pytest.raises(ArgumentError, match=rf"this Script belongs to job {first.serial_number}, which still runs"):
+        generator.enqueue(Job([5, 6], 4, sampler=ArgmaxSampler(), filters=[f]))
+    other = Job([5, 6], 4, sampler=ArgmaxSampler(), filters=[Script([3, 4, 5, 6])])
+    with pytest.raises(ArgumentError, match="belongs to job"):
+        other.set_filters([f])
+    g = Script([1])
+    with pytest.raises(ArgumentError, match="listed twice"):
+        generator.enqueue(Job([5], 4, filters=[g, g]))
+    results = run(generator, other)
+    assert tokens_of(results[first]) == [7, 8, 9, 11] and tokens_of(results[other]) == [3, 4, 5, 6]
+    again = Job([5, 6], 4, sampler=ArgmaxSampler(), filters=[f])  # the first has ended
+    assert tokens_of(run(generator, again)[again]) == [7, 8, 9, 11]
+
+
+def test_filters_of_a_job_that_was_refused_are_free():
+    class Broken(Script):
+        def reset(self):
+            raise RuntimeError("broken")
+
+    generator = Generator(HistoryModel(), StubCache(8192))
+    f = Script([7, 8])
+    with pytest.raises(RuntimeError, match="broken"):
+        generator.enqueue(Job([5], 2, filters=[f, Broken([1])]))
+    job = Job([5], 2, sampler=ArgmaxSampler(), filters=[f])
+    assert tokens_of(run(generator, job)[job]) == [7, 8]

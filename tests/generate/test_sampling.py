@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stubs import ToyTokenizer
 
 from exl3 import ops
-from exl3.errors import NumericalError
+from exl3.errors import ArgumentError, NumericalError
 from exl3.generate import presets
 from exl3.generate import sampling as s
 from exl3.generate.drawing import Drawer
@@ -254,3 +254,28 @@ def test_token_lists_of_a_tokenizer():
     assert s.dry_default_sequence_breaker_tokens(tokenizer) == {1, 2, 3, 4}
     assert s.xtc_default_protected_token_ids(tokenizer) == {1, 2, 4}
     assert s.dry_sequence_breaker_tokens(tokenizer, ["a"]) == {0}
+
+
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        ({"top_k": 1.5}, "top_k"), ({"top_k": "3"}, "top_k"), ({"top_p": 2}, "top_p 2"), ({"top_p": -0.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"), ({"min_p": 1.5}, "min_p"), ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"rep_p": 0}, "rep_p"),
+        ({"rep_p": -2.0}, "rep_p"), ({"freq_p": float("inf")}, "freq_p"), ({"pres_p": None}, "pres_p"),
+        ({"rep_sustain_range": 2.5}, "sustain_range"), ({"dry_multiplier": -1}, "dry_multiplier"), ({"dry_range": "x"}, "dry_range"),
+        ({"xtc_probability": 1.2}, "xtc_probability"), ({"xtc_threshold": -1}, "xtc_threshold"),
+        ({"adaptive_target": "a"}, "adaptive_target"), ({"logit_bias": {"a": 1}}, "SS_LogitBias"),
+        ({"logit_bias": {1: "x"}}, "SS_LogitBias"), ({"logit_bias": [1]}, "SS_LogitBias"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_cannot_work_are_named(options, named):
+    with pytest.raises(ArgumentError, match=named):
+        presets.ComboSampler(**options)
+
+
+def test_options_at_their_limits_work():
+    for options in ({"top_k": 40.0}, {"top_k": -1}, {"top_p": 1}, {"top_p": 0.0}, {"min_p": 1}, {"temperature": -1}, {"temperature": 0}):
+        presets.ComboSampler(**options)
+    assert presets.ComboSampler(top_k=40.0).plan().params["top_k"] == 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,27 @@ def whole(name: str, value: Any, low: int, hint: str = "") -> int:
     if number < low:
         raise ArgumentError(f"{name} {number}: {low} {hint}or more is needed")
     return number
+
+
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite number from `low` to `high`."""
+    try:
+        if isinstance(value, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        x = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ArgumentError(f"{name}: a number is needed, got {value!r}") from None
+    if not math.isfinite(x) or not low <= x <= high:
+        if math.isinf(low) and math.isinf(high):
+            raise ArgumentError(f"{name} {value!r}: a finite number is needed")
+        which = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise ArgumentError(f"{name} {value!r}: a number {which} is needed")
+    return x
+
+
+def count(name: str, value: Any, low: int = -(1 << 62)) -> int:
+    """A whole number of at least `low`, also as a float such as 40.0."""
+    return whole(name, int(value) if isinstance(value, float) and value.is_integer() else value, low)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -65,6 +87,27 @@ def filters(values: Any) -> list[Any]:
         if not all(callable(getattr(value, method, None)) for method in ("attach", "feed", "mask")):
             raise ArgumentError(f"filters: instances of Filter are needed, got {value!r}")
     return found
+
+
+def unshared(filters: list[Any], job: Any) -> None:
+    """A filter follows one text: refuses those of a job that still runs, and one that is listed twice."""
+    for i, f in enumerate(filters):
+        other = getattr(f, "job", None)
+        if any(f is g for g in filters[:i]) or (other is not None and other is not job and not other.is_finished):
+            whose = "is listed twice" if other is None or other is job else f"belongs to job {other.serial_number}, which still runs"
+            raise ArgumentError(f"filters: this {type(f).__name__} {whose}; make one for each job")
+
+
+def attach(filters: list[Any], job: Any) -> None:
+    """Binds the filters to a job; if one refuses, none is."""
+    unshared(filters, job)
+    try:
+        for f in filters:
+            f.attach(job)
+    except BaseException:
+        for f in filters:
+            f.job = None
+        raise
 
 
 def pair(name: str, value: Any) -> tuple[int, int]:

@@ -6,6 +6,7 @@ its pages go back; the others go on. Only a fault of the device closes the engin
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 
 from exl3.errors import ArgumentError, BackendError, JobError
+from exl3.generate import arguments
+from exl3.generate.arguments import whole
 from exl3.generate.conveniences import Conveniences
 from exl3.generate.drawing import Drawer
 from exl3.generate.job import Job
@@ -36,8 +39,8 @@ class Generator(Conveniences):
     model, cache, tokenizer   a loaded model, its `Cache` (default: one for the model's context), its tokenizer (default: the model's)
     max_batch_size            jobs that run at once
     max_chunk_size            prompt tokens in one pass
-    shared_chunk_size         the same while others decode; default: as many as take about 0.15 s here, at most half a chunk
-    prefill_cooldown          decode steps between such chunks
+    shared_chunk_size         the same while others decode; default: as many as take about 0.15 s here
+    prefill_cooldown          decode steps between such chunks; fewer while most jobs wait for their prompt
     max_q_size                rows of one job in a decode step (drafts)
     draft_model, draft_cache  a smaller model with the same vocabulary, for drafts of num_draft_tokens
     ngram_match_min           draft by repeating what followed the longest earlier match of at least so many tokens; 0: off
@@ -67,8 +70,6 @@ class Generator(Conveniences):
         **unused: Any,
     ) -> None:
         check_unused(unused)
-        if max_batch_size < 1 or max_chunk_size < 1:
-            raise ArgumentError(f"max_batch_size {max_batch_size} and max_chunk_size {max_chunk_size} must be at least 1")
         self.model = model
         if cache is None:
             from exl3.cache import Cache
@@ -83,8 +84,9 @@ class Generator(Conveniences):
         self.max_context = int(cache.max_tokens if self.context_is_cache else getattr(model, "max_tokens", cache.max_tokens))
         self.max_total_tokens = int(cache.max_tokens)
         self.pagetable = PageTable(cache.max_tokens // PAGE)
-        self.max_batch_size, self.max_chunk_size = max_batch_size, max_chunk_size
-        self.shared_chunk_size, self.prefill_cooldown, self.max_q_size = shared_chunk_size, prefill_cooldown, max_q_size
+        self.max_batch_size, self.max_chunk_size = whole("max_batch_size", max_batch_size, 1), whole("max_chunk_size", max_chunk_size, 1)
+        self.shared_chunk_size = None if shared_chunk_size is None else whole("shared_chunk_size", shared_chunk_size, 1)
+        self.prefill_cooldown, self.max_q_size = whole("prefill_cooldown", prefill_cooldown, 0), whole("max_q_size", max_q_size, 1)
         self.eos_token_ids, self.bos_token_id = special_ids(model, self.tokenizer)
         width = min(-(-self.max_context // PAGE) + 1, len(self.pagetable))
         self.runner = StepRunner(model, cache, width)
@@ -129,8 +131,7 @@ class Generator(Conveniences):
         if job.is_finished or job.time_enqueue:
             raise ArgumentError(f"job {job.serial_number} was enqueued before; make a new Job")
         job.prepare(self)
-        for f in job.filters:
-            f.attach(job)
+        arguments.attach(job.filters, job)
         self._inbox.append(job)
         self.job_serial = job.serial_number
         return job.serial_number
@@ -214,7 +215,8 @@ class Generator(Conveniences):
         ready = self.masks.present(behind)
         if waiting and (not ready or self._cooldown <= 0):
             self._prefill(waiting, bool(ready), results)
-            self._cooldown = self.prefill_cooldown if ready else 0
+            share = min(1.0, 2 * len(ready) / (len(ready) + len(waiting)))
+            self._cooldown = math.ceil(self.prefill_cooldown * share)
         elif behind and not ready:
             self.masks.idle(behind)
         if ready:
@@ -351,8 +353,9 @@ class Generator(Conveniences):
             return self.max_chunk_size
         if self.shared_chunk_size is not None:
             return min(self.shared_chunk_size, self.max_chunk_size)
-        half = max(32, self.max_chunk_size // 2)
-        return half if not self._prefill_rate else int(min(half, max(32, self._prefill_rate * _STALL)))
+        if not self._prefill_rate:
+            return max(32, self.max_chunk_size // 2)
+        return int(min(self.max_chunk_size, max(32, self._prefill_rate * _STALL)))
 
     def _prefill(self, waiting: list[Job], shared: bool, results: list[Result]) -> None:
         """One pass over prompt tokens of one or more jobs."""
@@ -381,12 +384,11 @@ class Generator(Conveniences):
         except Exception as error:
             self._isolate(work, error, results)
             return
-        elapsed = time.perf_counter() - start
-        total = sum(n for _, n in work)
-        if total >= 32:
-            rate = total / max(elapsed, 1e-6)
-            self._prefill_rate = rate if not self._prefill_rate else 0.7 * self._prefill_rate + 0.3 * rate
         self._after_prefill(work, logits, results)
+        total = sum(n for _, n in work)
+        if total >= 32 and (logits is not None or self.device.type == "cpu"):  # a card goes on by itself until something is drawn
+            rate = total / max(time.perf_counter() - start, 1e-6)
+            self._prefill_rate = rate if not self._prefill_rate else 0.7 * self._prefill_rate + 0.3 * rate
 
     def _adopt_pages(self, job: Job) -> None:
         """Takes over pages another job has computed meanwhile."""

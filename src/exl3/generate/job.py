@@ -160,6 +160,7 @@ class Job:
     def set_filters(self, filters: Sequence[Any] | None) -> None:
         """Replaces the filters; each begins afresh."""
         given = arguments.filters(filters)
+        arguments.unshared(given, self)
         self._change(lambda: self._take_filters(given))
 
     def _take_filters(self, filters: list[Any]) -> None:
@@ -168,8 +169,7 @@ class Job:
                 mask.exception()  # it is attached again: it may not be at work still
         self.filters, self.masks, self.filters_suspended, self.was_forced = filters, [], False, False
         if self.generator is not None:
-            for f in filters:
-                f.attach(self)
+            arguments.attach(filters, self)
             if self.pages:
                 self.generator.masks.request(self)
 

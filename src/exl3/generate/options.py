@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from exl3.errors import ArgumentError, UnsupportedError
+from exl3.generate.arguments import flag, number, whole
 
 # arguments of the incumbent that change nothing here, with the value that asks for nothing
 IGNORED: dict[str, Any] = {"enable_defrag": None, "show_visualizer": None, "record_draft_stats": None, "recurrent_cache_size": None}
@@ -56,11 +57,13 @@ def special_ids(model: Any, tokenizer: Any) -> tuple[list[int], int | None]:
 
 def make_drafter(generator: Any, model: Any, cache: Any, count: int | None, ngram_min: int, dynamic: bool, confidence: float) -> Any:
     """The drafter the arguments ask for, or None."""
+    ngram_min, dynamic = whole("ngram_match_min", ngram_min, 0), flag("dynamic_draft_tokens", dynamic)
+    number("draft_confidence", confidence, 0, 1)
     if model is None and ngram_min <= 0:
         return None
     from exl3.generate.draft import ModelDrafter, NgramDrafter
 
-    count = 4 if count is None else count
+    count = 4 if count is None else whole("num_draft_tokens", count, 0)
     if count < 1:
         return None
     if model is not None:

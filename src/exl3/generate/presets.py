@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from exl3.generate.arguments import number
 from exl3.generate.sampling import (
     NO_RANGE,
     SS_DRY,
@@ -45,7 +46,7 @@ class CategoricalSampler(CustomSampler):
     """The model's own distribution at a temperature."""
 
     def __init__(self, temperature: float = 1.0) -> None:
-        super().__init__([SS_Temperature(temperature), SS_Sample()] if temperature > 0 else [SS_Argmax()])
+        super().__init__([SS_Temperature(temperature), SS_Sample()] if number("temperature", temperature) > 0 else [SS_Argmax()])
 
 
 GumbelSampler = CategoricalSampler
@@ -55,6 +56,7 @@ class TopKSampler(CustomSampler):
     """Top-k, then temperature."""
 
     def __init__(self, top_k: int, temperature: float = 1.0) -> None:
+        temperature = number("temperature", temperature)
         super().__init__([SS_TopK(top_k), SS_Temperature(temperature), SS_Sample()] if temperature > 0 else [SS_Argmax()])
 
 
@@ -62,7 +64,7 @@ class TopPSampler(CustomSampler):
     """Top-p after temperature, or before it with `temperature_last`."""
 
     def __init__(self, top_p: float, temperature: float = 1.0, temperature_last: bool = False) -> None:
-        if temperature <= 0:
+        if number("temperature", temperature) <= 0:
             super().__init__([SS_Argmax()])
         elif temperature_last:
             super().__init__([SS_TopP(top_p), SS_Temperature(temperature), SS_Sample()])
@@ -111,7 +113,7 @@ class ComboSampler(CustomSampler):
             SS_PresFreqP(pres_p, freq_p, rep_sustain_range, rep_decay_range),
             SS_DRY(dry_multiplier, dry_base, dry_allowed_length, dry_range, dry_sequence_breakers, tokenizer),
         ]
-        if temperature <= 0:
+        if number("temperature", temperature) <= 0:
             super().__init__([*steps, SS_Argmax()])
             return
         if not temp_last:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from exl3.errors import ArgumentError, NumericalError
+from exl3.generate.arguments import count, number
 
 NO_RANGE = 100_000_000
 _LARGEST = 3e38  # of fp32
@@ -90,7 +91,7 @@ class SS_Temperature(SS_Base):
     """logits / temperature; 0 leaves only the most likely token."""
 
     def __init__(self, temperature: float) -> None:
-        self.temperature = float(temperature)
+        self.temperature = number("temperature", temperature, 0, 1e6)
 
     def run(self, state: State) -> None:
         if self.temperature == 0:
@@ -109,7 +110,7 @@ class SS_MinP(SS_Base):
     """Keeps tokens at least `min_p` times as likely as the likeliest."""
 
     def __init__(self, min_p: float) -> None:
-        self.min_p = float(min_p)
+        self.min_p = number("min_p", min_p, 0, 1)
 
     def run(self, state: State) -> None:
         p = state.probs()
@@ -123,7 +124,7 @@ class SS_TopK(SS_Base):
     """Keeps the `top_k` likeliest tokens and those that tie with the last of them."""
 
     def __init__(self, top_k: int) -> None:
-        self.top_k = int(max(0, min(top_k, NO_RANGE)))
+        self.top_k = max(0, min(count("top_k", top_k), NO_RANGE))
 
     def run(self, state: State) -> None:
         if self.top_k < len(state.logits):
@@ -137,7 +138,7 @@ class SS_TopP(SS_Base):
     """Keeps the smallest set of likeliest tokens whose probability reaches `top_p` (Hugging Face's rule: the one that crosses stays)."""
 
     def __init__(self, top_p: float) -> None:
-        self.top_p = float(top_p)
+        self.top_p = number("top_p", top_p, 0, 1)
 
     def run(self, state: State) -> None:
         order = torch.sort(state.logits, descending=True, stable=True).indices
@@ -169,7 +170,8 @@ class SS_RepP(SS_Base):
     reqs_past_ids = True
 
     def __init__(self, rep_p: float = 1.0, sustain_range: int = NO_RANGE, decay_range: int = 0) -> None:
-        self.rep_p, self.sustain_range, self.decay_range = float(rep_p), int(sustain_range), int(decay_range)
+        self.rep_p = number("rep_p", rep_p, 1e-6, 1e6)
+        self.sustain_range, self.decay_range = count("sustain_range", sustain_range), count("decay_range", decay_range)
 
     def run(self, state: State) -> None:
         past, weight = _window(state, self.sustain_range, self.decay_range)
@@ -193,8 +195,8 @@ class SS_PresFreqP(SS_Base):
     reqs_past_ids = True
 
     def __init__(self, pres_p: float = 0.0, freq_p: float = 0.0, sustain_range: int = NO_RANGE, decay_range: int = 0) -> None:
-        self.pres_p, self.freq_p = float(pres_p), float(freq_p)
-        self.sustain_range, self.decay_range = int(sustain_range), int(decay_range)
+        self.pres_p, self.freq_p = number("pres_p", pres_p, -1e6, 1e6), number("freq_p", freq_p, -1e6, 1e6)
+        self.sustain_range, self.decay_range = count("sustain_range", sustain_range), count("decay_range", decay_range)
 
     def run(self, state: State) -> None:
         past, weight = _window(state, self.sustain_range, self.decay_range)
@@ -239,8 +241,8 @@ class SS_DRY(SS_Base):
         dry_sequence_breakers: Iterable[int] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.multiplier, self.base, self.allowed = float(dry_multiplier), float(dry_base), int(dry_allowed_length)
-        self.range = int(dry_range)
+        self.multiplier, self.base = number("dry_multiplier", dry_multiplier, 0), number("dry_base", dry_base)
+        self.allowed, self.range = count("dry_allowed_length", dry_allowed_length), count("dry_range", dry_range)
         if dry_sequence_breakers is None and tokenizer is not None:
             dry_sequence_breakers = dry_default_sequence_breaker_tokens(tokenizer)
         # None: the defaults of the job's tokenizer, found at the first token
@@ -285,7 +287,7 @@ class SS_XTC(SS_Base):
     def __init__(
         self, probability: float, threshold: float, protected_token_ids: Iterable[int] | None = None, tokenizer: Any = None
     ) -> None:
-        self.probability, self.threshold = float(probability), float(threshold)
+        self.probability, self.threshold = number("xtc_probability", probability, 0, 1), number("xtc_threshold", threshold, 0, 1)
         if protected_token_ids is None and tokenizer is not None:
             protected_token_ids = xtc_default_protected_token_ids(tokenizer)
         self.protected = None if protected_token_ids is None else sorted(set(protected_token_ids))
@@ -315,7 +317,7 @@ class SS_BanTokens(SS_Base):
     """Masks the given ids."""
 
     def __init__(self, ids: Iterable[int]) -> None:
-        self.ids = sorted({int(i) for i in ids})
+        self.ids = sorted({count("banned token id", i) for i in ids})
 
     def run(self, state: State) -> None:
         inside = [i for i in self.ids if 0 <= i < len(state.logits)]
@@ -332,7 +334,10 @@ class SS_LogitBias(SS_Base):
     def __init__(self, bias: Mapping[int, float]) -> None:
         if not isinstance(bias, Mapping):
             raise ArgumentError(f"SS_LogitBias: a mapping of token ids to numbers is needed, got {bias!r}")
-        keep = {int(i): float(b) for i, b in bias.items()}
+        try:
+            keep = {int(i): float(b) for i, b in bias.items()}
+        except (TypeError, ValueError) as e:
+            raise ArgumentError(f"SS_LogitBias: a mapping of token ids to numbers is needed ({e})") from None
         self.bias = {i: b if b > -_LARGEST else -math.inf for i, b in keep.items() if b != 0 and b < _LARGEST}
 
     def run(self, state: State) -> None:
@@ -379,7 +384,7 @@ class SS_AdaptiveP(SS_Base):
     WIDTH, PEAK, SHARPNESS = 0.3, 5.0, 10.0
 
     def __init__(self, target: float = 1.0, decay: float = 0.0) -> None:
-        self.target, self.decay = float(target), min(max(float(decay), 0.0), 0.99)
+        self.target, self.decay = number("adaptive_target", target), min(max(number("adaptive_decay", decay), 0.0), 0.99)
 
     def run(self, state: State) -> None:
         total, weight = state.memory.get(self, (self.target / (1 - self.decay), 1 / (1 - self.decay)))
