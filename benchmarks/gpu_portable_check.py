@@ -32,7 +32,7 @@ def build(folder: Path, nvcc: str, arch: str, jobs: int) -> None:
     """Compiles the library's host side and one runtime for each layout."""
     folder.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{ROOT / 'cpp' / 'include'}", f"-I{ROOT / 'cpp'}", f"-I{ROOT / 'rocm'}"]
-    (folder / "empty.hipfb").write_bytes(b"CCOB")
+    (folder / "empty.hipfb").write_bytes(b"CCOB\2\0\1\0\x20" + bytes(23))
     sources = [str(p) for p in sorted((ROOT / "rocm").glob("*.cpp"))]
     fatbin = f'-DEXL3_FATBIN="{folder / "empty.hipfb"}"'
     common = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", *includes, fatbin]

@@ -19,9 +19,11 @@ __asm__(
     ".pushsection .hip_fatbin,\"a\",@progbits\n"
     ".balign 4096\n"
     ".globl exl3_device_code\n.hidden exl3_device_code\n"
-    "exl3_device_code:\n.incbin \"" EXL3_FATBIN "\"\n.byte 0\n"
+    "exl3_device_code:\n.incbin \"" EXL3_FATBIN "\"\n"
+    ".globl exl3_device_code_end\n.hidden exl3_device_code_end\n"
+    "exl3_device_code_end:\n.byte 0\n"
     ".popsection\n");
-extern "C" const char exl3_device_code[];
+extern "C" const char exl3_device_code[], exl3_device_code_end[];
 
 namespace exl3 {
 
@@ -40,6 +42,28 @@ constexpr int kMost = 32;
 static Device devices[kMost];
 static std::atomic<hip::Function> functions[kMost][kSlots];
 static std::mutex mutex;
+
+template <class T>
+static uint64_t read(const char* from) {
+  T value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+// Bytes a bundle of code objects says it has, by the headers of clang-offload-bundler; 0: it is none. `most` are there.
+static uint64_t bundle_bytes(const char* bundle, uint64_t most) {
+  if (most < 32) return 0;
+  if (!memcmp(bundle, "CCOB", 4)) return read<uint16_t>(bundle + 4) < 3 ? read<uint32_t>(bundle + 8) : read<uint64_t>(bundle + 8);
+  if (memcmp(bundle, "__CLANG_OFFLOAD_BUNDLE__", 24)) return 0;
+  uint64_t end = 32, at = 32;
+  for (uint64_t i = read<uint64_t>(bundle + 24); i > 0; i--) {  // entries: offset, bytes, length of the name, name
+    if (at + 24 > most) return at + 24;
+    const uint64_t entry_end = read<uint64_t>(bundle + at) + read<uint64_t>(bundle + at + 8);
+    if (entry_end > end) end = entry_end;
+    const uint64_t name = read<uint64_t>(bundle + at + 16);
+    at += 24 + (name < most ? name : most);
+  }
+  return end;
+}
 
 static bool look_at(const hip::Api& runtime, int index, Device& d) {
   d.index = index;
@@ -64,6 +88,16 @@ static bool look_at(const hip::Api& runtime, int index, Device& d) {
            EXL3_ROCM_ARCH_TEXT, EXL3_ROCM_FLOOR / 100, EXL3_ROCM_FLOOR % 100);
     return false;
   }
+  const uint64_t here = exl3_device_code_end - exl3_device_code, whole = bundle_bytes(exl3_device_code, here);
+  if (!whole) {
+    refuse(EXL3_UNSUPPORTED, "libexl3_rocm holds no code objects where they should be: build or install it again");
+    return false;
+  }
+  if (whole > here) {
+    refuse(EXL3_UNSUPPORTED, "libexl3_rocm's device code is cut short (%llu of %llu bytes): build or install it again", (unsigned long long)here,
+           (unsigned long long)whole);
+    return false;
+  }
   int current = -1;
   runtime.GetDevice(&current);
   if (current != index) runtime.SetDevice(index);
@@ -71,9 +105,13 @@ static bool look_at(const hip::Api& runtime, int index, Device& d) {
   if (current != index && current >= 0) runtime.SetDevice(current);
   if (error) {
     d.module = nullptr;
-    refuse(EXL3_UNSUPPORTED,
-           "libexl3_rocm has no code for %s (gfx%d.%d), it was built for %s (%s). Build for it: EXL3_BACKENDS=cpu,rocm EXL3_ROCM_ARCHS=<its gfx name> pip install .",
-           d.name, d.major, d.minor, EXL3_ROCM_ARCH_TEXT, runtime.GetErrorString(error));
+    const char* build = "EXL3_BACKENDS=cpu,rocm EXL3_ROCM_ARCHS=<its gfx name> pip install .";
+    if (error == hip::kNoBinary)
+      refuse(EXL3_UNSUPPORTED, "libexl3_rocm has no code for %s (gfx%d.%d), it was built for %s: build for it: %s", d.name, d.major, d.minor,
+             EXL3_ROCM_ARCH_TEXT, build);
+    else
+      refuse(EXL3_UNSUPPORTED, "ROCm %d.%d can't load libexl3_rocm's code for %s on %s (gfx%d.%d): %s; update ROCm and torch, or build for it: %s",
+             release / 100, release % 100, EXL3_ROCM_ARCH_TEXT, d.name, d.major, d.minor, runtime.GetErrorString(error), build);
     return false;
   }
   d.matrix_products = d.major >= 11;

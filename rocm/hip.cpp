@@ -37,8 +37,12 @@ const Api* api(const char** why) {
   std::call_once(once, [] {
     void* handle = open_runtime();
     if (!handle) {
-      const char* said = dlerror();
-      snprintf(error, sizeof error, "no HIP runtime (libamdhip64.so) is on this machine: install ROCm, or torch's ROCm build (%s)", said ? said : "not found");
+      const char *said = dlerror(), *named = getenv("EXL3_HIP_LIB");
+      if (named)
+        snprintf(error, sizeof error, "EXL3_HIP_LIB is no HIP runtime that can be loaded (%s): correct it, or unset it", said ? said : named);
+      else
+        snprintf(error, sizeof error, "no HIP runtime (libamdhip64.so) is on this machine: install ROCm, or torch's ROCm build (%s)",
+                 said ? said : "not found");
       return;
     }
     auto get = [&](const char* name, auto& function) {

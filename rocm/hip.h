@@ -12,7 +12,7 @@ typedef struct ihipModule_t* Module;
 typedef struct ihipModuleSymbol_t* Function;
 
 enum Attribute { kComputeMajor = 23, kComputeMinor = 61, kMultiprocessors = 63, kWarpSize = 87 };  // hipDeviceAttribute_t
-enum { kNoDevice = 100, kInvalidImage = 200, kNoBinary = 209, kNotFound = 500 };                    // hipError_t
+enum { kNoBinary = 209 };                                                                          // hipError_t: no code for this card
 
 struct Api {
   Error (*GetDeviceCount)(int*);

@@ -108,6 +108,11 @@ def _package_folders() -> list[Path]:
     return [PACKAGE, *(p for p in (Path(entry) / "exl3" for entry in sys.path if entry) if p.is_dir() and p != PACKAGE)]
 
 
+def _label() -> str:
+    names = [p.name for p in PACKAGE.parent.glob("exl3-*+*.dist-info")]
+    return names[0].removesuffix(".dist-info").split("+", 1)[1] if names else ""
+
+
 def facts(driver: bool = False) -> Facts:
     """What this machine and Python have; `driver=True` asks NVIDIA's driver too."""
     import exl3
@@ -116,13 +121,12 @@ def facts(driver: bool = False) -> Facts:
     folders = _package_folders()
     names = {f.name for folder in folders for f in folder.iterdir()}
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-    labels = [p.name for p in PACKAGE.parent.glob("exl3-*+*.dist-info")]
     return Facts(
         version=exl3.__version__,
         torch=torch,
         torch_cuda=cuda,
         torch_hip=hip,
-        label=labels[0].removesuffix(".dist-info").split("+", 1)[1] if labels else "",
+        label=_label(),
         libraries=frozenset(b for b in ("cpu", "cuda", "rocm") if names & {f"libexl3_{b}.so", f"libexl3_{b}.dylib", f"exl3_{b}.dll"}),
         native=f"_native{suffix}" in names,
         natives=tuple(sorted(n for n in names if n.startswith("_native."))),
@@ -147,6 +151,11 @@ def pip_line(f: Facts, label: str) -> str:
     return f"pip install --force-reinstall --no-deps 'exl3=={f.version}+{label}' --extra-index-url {INDEX}/{label}"
 
 
+def _reinstall(f: Facts) -> str:
+    """The command that installs the same wheel again."""
+    return pip_line(f, f.label) if f.label else "pip install --force-reinstall --no-deps exl3"
+
+
 def _about_torch(f: Facts) -> list[Finding]:
     if f.torch is None:
         return [Finding("error", "exl3 needs torch, which is not installed in this Python: pip install 'torch>=2.6'")]
@@ -165,20 +174,20 @@ def _about_native(f: Facts) -> list[Finding]:
         )]  # fmt: skip
     if f.natives and not f.native:
         made = ", ".join(f.natives)
-        return [Finding("error", f"exl3's native module ({made}) is for another Python than {sys.version.split()[0]}: "
-                                 "pip install --force-reinstall --no-deps exl3")]  # fmt: skip
+        text = f"exl3's native module ({made}) is for another Python than {sys.version.split()[0]}: {_reinstall(f)}"
+        return [Finding("error", text)]
     if not f.natives:
-        return [
-            Finding(
-                "note",
-                "exl3 was installed without native code and runs in plain torch, slowly: pip install --force-reinstall --no-deps exl3",
-            )
-        ]
+        return [Finding("note", f"exl3 was installed without native code and runs in plain torch, slowly: {_reinstall(f)}")]
     return []
 
 
 def _torch_line(index: str) -> str:
     return f"pip install --force-reinstall torch --index-url {TORCH_INDEX}/{index}"
+
+
+def _made_for_amd(f: Facts) -> bool:
+    """Whether a build of one's own was meant for an AMD card."""
+    return "rocm" in f.libraries and (f.card == "amd" or (f.card == "" and "cuda" not in f.libraries))
 
 
 def _about_amd(f: Facts) -> list[Finding]:
@@ -189,10 +198,18 @@ def _about_amd(f: Facts) -> list[Finding]:
     if f.torch_hip and not f.card:
         return [Finding("note", "no AMD card is visible (/dev/kfd is missing): install the amdgpu driver; in a container, start it with "
                                 "--device /dev/kfd --device /dev/dri")]  # fmt: skip
-    if f.label.startswith("rocm") and not f.torch_hip:
-        built = f"CUDA {f.torch_cuda}" if f.torch_cuda else "the CPU alone"
-        cure = _torch_line("rocm6.4" if f.label == "rocm6.4" else "rocm7.0")
+    if f.torch_hip:
+        return []
+    built = f"CUDA {f.torch_cuda}" if f.torch_cuda else "the CPU alone"
+    cure = _torch_line("rocm6.4" if f.label == "rocm6.4" else "rocm7.0")
+    if f.label.startswith("rocm"):
         return [Finding("warning", f"this is exl3's wheel for AMD cards (+{f.label}), but torch is built for {built}: {cure}")]
+    if _made_for_amd(f):
+        text = f"this exl3 has AMD kernels, but torch is built for {built} and uses no AMD card: {cure}"
+        return [Finding("warning" if f.card == "amd" else "note", text)]
+    if f.card == "amd":  # many a processor's own graphics, so no more than a note
+        text = f"an AMD card is here and torch is built for {built}; for RDNA2 and newer: {cure}, then {pip_line(f, 'rocm7')}"
+        return [Finding("note", text)]
     return []
 
 
@@ -229,7 +246,8 @@ def findings(f: Facts) -> list[Finding]:
     fatal = _about_torch(f) + _about_native(f)
     if any(x.level == "error" and "torch" in x.text for x in fatal):
         return fatal
-    return fatal + _about_amd(f) + ([] if f.torch_hip or f.label.startswith("rocm") else _about_nvidia(f))
+    amd = f.torch_hip or f.card == "amd" or f.label.startswith("rocm") or _made_for_amd(f)
+    return fatal + _about_amd(f) + ([] if amd else _about_nvidia(f))
 
 
 def at_import() -> None:
@@ -252,6 +270,9 @@ def require() -> None:
 
 def native_failure(message: str) -> str:
     """One sentence for what the dynamic linker said about _native or a kernel library."""
+    import exl3
+
+    again = _reinstall(Facts(version=exl3.__version__, label=_label()))
     found = re.search(r"GLIBC_(\d+\.\d+)", message)
     if found:
         have = _glibc()
@@ -259,9 +280,9 @@ def native_failure(message: str) -> str:
         return (f"exl3's native code needs glibc {found[1]} and this system has {mine}: use a newer distribution, or build for this one: "
                 "pip install --no-binary exl3 exl3")  # fmt: skip
     if "GLIBCXX_" in message or "CXXABI_" in message:
-        return "exl3's native code was built with a newer C++ library than this system's: pip install --force-reinstall --no-deps exl3"
+        return f"exl3's native code was built with a newer C++ library than this system's: {again}"
     if "undefined symbol" in message or "procedure" in message.lower():
-        return "exl3's native files are of different versions: pip install --force-reinstall --no-deps exl3"
+        return f"exl3's native files are of different versions: {again}"
     if re.search(r"No module named '?exl3\._native|cannot import name '_native'", message):
-        return "exl3's native module is missing for this Python: pip install --force-reinstall --no-deps exl3"
-    return f"exl3's native module cannot be loaded ({message}): pip install --force-reinstall --no-deps exl3"
+        return f"exl3's native module is missing for this Python: {again}"
+    return f"exl3's native module cannot be loaded ({message}): {again}"

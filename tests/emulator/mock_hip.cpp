@@ -3,7 +3,7 @@
 //   -DGPU_WMMA=0, 11, 12   which layout the matrix product of a wave has (RDNA2, 3, 4)
 //   -DMOCK_LAYOUT_ONLY     leaves out the products of few rows and the portable kernels, which don't depend on it
 //   -DMOCK_FEW             a handful: for tests that plant a fault in the source
-//   EXL3_HIP_LIB=this file; MOCK_WAVE, MOCK_VERSION, MOCK_DEVICES, MOCK_NO_CODE: an odd machine
+//   EXL3_HIP_LIB=this file; MOCK_WAVE, MOCK_VERSION, MOCK_DEVICES, MOCK_LOAD_ERROR: an odd machine
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -73,7 +73,7 @@ API int hipRuntimeGetVersion(int* version) {
 }
 API const char* hipGetErrorString(int e) { return e == 100 ? "no device" : e == 209 ? "no binary for this device" : e == 500 ? "not found" : "invalid"; }
 API int hipModuleLoadData(void** module, const void* image) {
-  if (setting("MOCK_NO_CODE", 0)) return 209;
+  if (const int error = setting("MOCK_LOAD_ERROR", 0)) return error;
   if (memcmp(image, "CCOB", 4) && memcmp(image, "__CLANG_OFFLOAD_BUNDLE__", 24)) return 200;
   *module = const_cast<void*>(image);
   return 0;

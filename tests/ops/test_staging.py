@@ -62,6 +62,15 @@ def test_wanted():
     assert not staging.wanted(quantized, long, Plan(0, 4, 256))
 
 
+def test_nvidia_cards_alone(monkeypatch):
+    """torch calls an AMD card cuda, too; tests/rocm shows that its kernels would do."""
+    card, cpu = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert staging.serves(card) and not staging.serves(cpu)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert not staging.serves(card) and not staging.serves(cpu)
+
+
 def test_plan_is_the_settings(monkeypatch):
     assert staging.plan.__wrapped__() == Plan(1, 256, 256)
     monkeypatch.setenv("EXL3_QC_STAGING", "2")

@@ -30,6 +30,7 @@ def test_nothing_to_say():
     assert findings(replace(CUDA, label="cu130", card="nvidia", driver_cuda=(13, 0))) == []
     assert findings(replace(CUDA, torch_cuda=None)) == [], "PyPI's wheel on a machine without a card"
     assert findings(replace(CUDA, label="cu128", torch_cuda="12.8", card="nvidia", driver_cuda=(12, 4))) == []  # one major version
+    assert findings(replace(CUDA, libraries=frozenset({"cpu", "cuda", "rocm"}), card="nvidia", driver_cuda=(13, 0))) == []
     rocm = replace(FINE, torch_hip="6.4.1", label="rocm6.4", libraries=frozenset({"cpu", "rocm"}), card="amd")
     assert findings(rocm) == []
 
@@ -57,6 +58,10 @@ def test_nothing_to_say():
         (replace(FINE, torch_hip="7.1.0", card="amd"), "warning", ["ROCm 7.1", "exl3==0.1.0+rocm7'"]),
         (replace(FINE, label="rocm7", libraries=frozenset({"cpu", "rocm"})), "warning", ["AMD", "CPU alone", "whl/rocm7.0"]),
         (replace(CUDA, label="rocm7", libraries=frozenset({"cpu", "rocm"})), "warning", ["AMD", "built for CUDA 13.0"]),
+        (replace(CUDA, libraries=frozenset({"cpu", "rocm"}), card="amd"), "warning", ["AMD kernels", "CUDA 13.0", "whl/rocm7.0"]),
+        (replace(FINE, libraries=frozenset({"cpu", "rocm"})), "note", ["AMD kernels", "CPU alone", "whl/rocm7.0"]),
+        (replace(CUDA, libraries=frozenset({"cpu", "rocm"}), card="nvidia"), "warning", ["CUDA 13.0", "CPU kernels only"]),
+        (replace(CUDA, card="amd", driver_cuda=(0, 0)), "note", ["AMD card is here", "whl/rocm7.0", "exl3==0.1.0+rocm7"]),
     ],
 )
 def test_one_sentence_and_the_cure(facts, level, words):
@@ -84,6 +89,17 @@ def test_loader_errors_become_sentences(said, word):
     text = diagnose.native_failure(said)
     assert word in text and "pip install" in text
     assert "_ZN" not in text and "undefined symbol" not in text and "\n" not in text
+
+
+def test_the_same_wheel_again(monkeypatch):
+    """PyPI's wheel has no AMD kernels: whoever has a labelled one is told to install that again."""
+    monkeypatch.setattr(diagnose, "_label", lambda: "rocm7")
+    for said in ("libexl3_rocm.so: file too short", "undefined symbol: x", "cannot import name '_native' from 'exl3'"):
+        assert "exl3==0.1.0+rocm7'" in diagnose.native_failure(said)
+    assert (
+        "exl3==0.1.0+rocm7'"
+        in only(replace(FINE, torch_hip="7.0", label="rocm7", libraries=frozenset({"rocm"}), card="amd", natives=())).text
+    )
 
 
 def python(code: str, *paths: Path, **environ: str) -> subprocess.CompletedProcess[str]:

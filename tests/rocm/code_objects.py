@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def instructions_a_weight(kernel: Kernel) -> dict[str, float]:
     return {part: counts[part] / weights for part in (*PARTS, "rest")} | {"sum": sum(counts.values()) / weights}
 
 
-def tables(folder: Path) -> list[str]:
+def tables(folder: Path, read: Callable[[Path], dict[str, Kernel]] = read) -> list[str]:
     """The lines of docs/rocm.md that code objects in `folder` back: by part at 4 bits, then sums for every rate."""
     families = [read(folder / f"kernels.{name}-generic.co") for name in ("gfx10-3", "gfx11", "gfx12")]
     lines = []

@@ -32,7 +32,7 @@ def build(tmp_path_factory: Any) -> Path:
 @pytest.fixture(scope="session")
 def rocm_file(build: Path) -> Path:
     """The library's host side, with a bundle of device code that holds nothing: the mock has its own."""
-    (build / "empty.hipfb").write_bytes(b"CCOB")
+    (build / "empty.hipfb").write_bytes(b"CCOB\2\0\1\0\x20" + bytes(23))
     return compile_shared(
         build / "host.so", sorted((ROOT / "rocm").glob("*.cpp")), "-Wl,-z,defs", f'-DEXL3_FATBIN="{build / "empty.hipfb"}"'
     )

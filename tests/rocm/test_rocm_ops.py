@@ -12,7 +12,7 @@ import torch
 from exl3 import codec, ops
 from exl3.errors import BackendError
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("models", "ops")]
 
 pytestmark = pytest.mark.usefixtures("as_cpu")
 
@@ -57,6 +57,33 @@ def test_recorded_step() -> None:
     buffer.copy_(x)
     tape.replay()
     assert torch.equal(recorded, ops.linear(ops.rms_norm(x, None, 1e-6), w))
+
+
+@pytest.mark.parametrize("pages", [2, 1], ids=["whole window", "slices"])
+def test_prefill_through_a_stage(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's prefill reads a quantized cache in the kernel, whatever the settings; the path of NVIDIA cards would give the same."""
+    from ops_helpers import filled_layer, indices
+
+    from exl3.ops import staging
+
+    torch.manual_seed(0)
+    layer, rows, _ = filled_layer(1, 64, [300], 4, 6)
+    batch = indices([(260, 40)], rows)
+    batch.runs = [(260, 40)]
+    q = torch.randn(40, 2, 64).half()
+    monkeypatch.setattr(staging, "plan", lambda: staging.Plan(1, pages, 20))
+    assert staging.wanted(layer, batch, staging.plan())
+    used: list[int] = []
+    through = staging.attention
+    monkeypatch.setattr(staging, "attention", lambda *args, **options: used.append(1) or through(*args, **options))
+    direct = ops.attention(q, layer, batch, scale=0.125)
+    assert not used
+    monkeypatch.setattr(staging, "serves", lambda device: True)
+    staged = ops.attention(q, layer, batch, scale=0.125)
+    want = ops.reference.attention(q.float(), layer, batch, scale=0.125)
+    assert used
+    for y in (direct, staged):
+        assert (y.float() - want).norm() < 2e-3 * want.norm()
 
 
 def test_doctor_report() -> None:

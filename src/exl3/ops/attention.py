@@ -86,7 +86,7 @@ def attention(
     def attend(q: Tensor, layer: Any, batch: Any) -> Tensor:
         return _attention(op, q, layer, batch, scale, window, softcap, sinks)
 
-    if q.device.type == "cuda" and not torch.version.hip and staging.wanted(layer, batch, plan := staging.plan()):
+    if staging.serves(q.device) and staging.wanted(layer, batch, plan := staging.plan()):
         return staging.attention(
             q, layer, batch, plan, attend, cache_read, scale=scale, window=window, softcap=softcap, sinks=sinks
         )  # fmt: skip

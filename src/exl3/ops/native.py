@@ -84,7 +84,8 @@ def backend(device: torch.device | str) -> Backend:
         if found is None:
             path = next((p for p in _candidates(name) if p.exists()), None)
             if path is None:
-                raise NotInstalled(f"libexl3_{name} is not installed: build it with `pip install . -C cmake.define.EXL3_BACKENDS={name}`")
+                backends = "cpu" if name == "cpu" else f"cpu,{name}"
+                raise NotInstalled(f"libexl3_{name} is not installed: build it with `EXL3_BACKENDS={backends} pip install .`")
             found = _backends[kind] = Backend(path)
         return found
 

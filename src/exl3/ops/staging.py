@@ -37,6 +37,12 @@ def plan() -> Plan:
     return Plan(int(str(mode)), int(str(pages)), int(str(settings.get("EXL3_QC_PF_TWO_PASS_MIN_Q"))))
 
 
+def serves(device: torch.device) -> bool:
+    """Whether attention on a device goes through the stage at all: on NVIDIA cards. Under ROCm it does not: torch's flash attention, which
+    slices need, is there for some RDNA cards alone, and RDNA's prefill kernel decodes 32 positions once for 64 queries itself."""
+    return device.type == "cuda" and not torch.version.hip
+
+
 def wanted(layer: Any, batch: Any, plan: Plan) -> bool:
     """Whether a chunk of this batch goes through the stage."""
     runs = getattr(batch, "runs", None)
