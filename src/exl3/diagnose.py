@@ -268,11 +268,15 @@ def require() -> None:
             raise BackendError(finding.text)
 
 
-def native_failure(message: str) -> str:
-    """One sentence for what the dynamic linker said about _native or a kernel library."""
+def again() -> str:
+    """The command that installs this exl3 again."""
     import exl3
 
-    again = _reinstall(Facts(version=exl3.__version__, label=_label()))
+    return _reinstall(Facts(version=exl3.__version__, label=_label()))
+
+
+def native_failure(message: str) -> str:
+    """One sentence for what the dynamic linker said about _native or a kernel library."""
     found = re.search(r"GLIBC_(\d+\.\d+)", message)
     if found:
         have = _glibc()
@@ -280,9 +284,9 @@ def native_failure(message: str) -> str:
         return (f"exl3's native code needs glibc {found[1]} and this system has {mine}: use a newer distribution, or build for this one: "
                 "pip install --no-binary exl3 exl3")  # fmt: skip
     if "GLIBCXX_" in message or "CXXABI_" in message:
-        return f"exl3's native code was built with a newer C++ library than this system's: {again}"
+        return f"exl3's native code was built with a newer C++ library than this system's: {again()}"
     if "undefined symbol" in message or "procedure" in message.lower():
-        return f"exl3's native files are of different versions: {again}"
+        return f"exl3's native files are of different versions: {again()}"
     if re.search(r"No module named '?exl3\._native|cannot import name '_native'", message):
-        return f"exl3's native module is missing for this Python: {again}"
-    return f"exl3's native module cannot be loaded ({message}): {again}"
+        return f"exl3's native module is missing for this Python: {again()}"
+    return f"exl3's native code cannot be loaded ({message}): {again()}"

@@ -79,6 +79,22 @@ def test_a_file_that_is_no_library_and_a_stale_one_refuse(tmp_path):
         _native.open(_native.__file__)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs an ELF library")
+@pytest.mark.parametrize("left", [0.999, 0.5, 0.01])
+def test_a_library_cut_short_refuses(tmp_path, left):
+    """The linker would map it all the same, and the process would end with a bus error."""
+    from exl3 import _native
+
+    whole = Path(_native.__file__).read_bytes()
+    library = tmp_path / "libexl3_cpu.so"
+    library.write_bytes(whole[: int(len(whole) * left)])
+    with pytest.raises(BackendError, match=r"cut short by \d+ bytes: pip install"):
+        native.Backend(library)
+    library.write_bytes(whole)
+    with pytest.raises(BackendError, match="not an exl3 kernel library"):
+        native.Backend(library)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a C compiler by name")
 def test_a_library_of_another_interface_refuses(tmp_path):
     from exl3 import _native

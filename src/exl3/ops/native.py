@@ -32,6 +32,8 @@ class Backend:
             from exl3 import _native
         except ImportError as e:
             raise NotInstalled(diagnose.native_failure(str(e))) from None
+        if missing := _missing_bytes(path):
+            raise BackendError(f"{path} is cut short by {missing} bytes: {diagnose.again()}")
         try:
             library = _native.open(str(path))
         except BackendError as e:
@@ -50,6 +52,20 @@ class Backend:
         self.repack_bytes: Callable[[int], int] = library.repack_bytes
         self.workspace: Callable[[str, bytes], int] = library.workspace
         debug_log("backend").debug("opened %s: %s, %s", path, self.name, self.build)
+
+
+def _missing_bytes(path: Path) -> int:
+    """What an ELF file lacks up to its section headers, which stand at its end: the linker does not look, and the process would die."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+            size = file.seek(0, 2)
+    except OSError:
+        return 0
+    if len(head) < 64 or head[:6] != b"\x7fELF\2\1":  # 64 bits, little-endian; of all else the linker tells
+        return 0
+    at, each, count = (int.from_bytes(head[start : start + n], "little") for start, n in ((40, 8), (58, 2), (60, 2)))
+    return max(0, at + each * count - size)
 
 
 _lock = threading.Lock()
