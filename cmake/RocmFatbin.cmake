@@ -59,7 +59,7 @@ function(exl3_rocm_compiler)
     unset(EXL3_HIP_CLANG CACHE) # the next configuration looks again
     message(FATAL_ERROR "${clang} does not run (${failed}): ${cure}")
   endif()
-  set(probe ${CMAKE_CURRENT_BINARY_DIR}/probe)
+  set(probe ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/probe)
   file(WRITE ${probe}.hip "__attribute__((global)) void nothing() {}\n")
   foreach(arch IN LISTS ARGN)
     execute_process(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
+# src last: an installed exl3 goes first, and none is needed
+sys.path += [str(Path(__file__).resolve().parents[1] / "gpu"), str(Path(__file__).resolve().parents[2] / "src")]
 
 from harness import ROOT, Library
 

@@ -11,7 +11,7 @@ import pytest
 from code_objects import Kernel, read, tables, tool
 from harness import ROOT, Library
 
-FOLDER = Path(os.environ.get("EXL3_ROCM_BUILD", ROOT / "build" / "rocm" / "rocm"))
+FOLDER = Path(os.environ.get("EXL3_TEST_ROCM_BUILD", ROOT / "build" / "rocm" / "rocm"))
 OBJECTS = sorted(FOLDER.glob("kernels.*.co"))
 RATES = [("mul1", k2) for k2 in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)] + [("pair", k2) for k2 in (2, 4, 6, 8, 10, 12, 14, 16)]
 
@@ -65,7 +65,7 @@ def test_instructions_a_weight(path: Path, kind: str, k2: int) -> None:
     loop = kernels(path)[f"k_gemv_{kind}_{k2}_1"].hot_loop("dot2")
     weights = 2 * sum(t.count("dot2") for t in loop)
     vector = sum(t.startswith("v_") for t in loop)
-    assert weights and vector / weights < (5.8 if kind == "mul1" else 8.6)
+    assert weights and vector / weights < (5.8 if kind == "mul1" else 8.8)
 
 
 def test_documented_counts() -> None:
