@@ -3,11 +3,12 @@
 #   MAX_JOBS                      most compilers at a time (Ninja)
 #   TORCH_NO_COMPILER_WRAPPER     set: no sccache or ccache in front of the compilers, which is otherwise used when on the path
 
-# A variable that CMake was not told: from the environment, else the default. Lists may be written with commas or spaces.
+# A variable that CMake was not told: from the environment, else the default. It stays out of the cache, so that the next configuration of
+# the same folder reads the environment again.
 macro(exl3_from_environment name default)
   if(NOT DEFINED ${name})
     if(NOT "$ENV{${name}}" STREQUAL "")
-      string(REGEX REPLACE "[ ,]+" ";" ${name} "$ENV{${name}}")
+      set(${name} "$ENV{${name}}")
     else()
       set(${name} "${default}")
     endif()

@@ -49,6 +49,21 @@ def test_prebuilt_libraries_are_taken(configure, tmp_path):
     assert f"CMAKE_PROJECT_VERSION:STATIC={version.split('.dev')[0]}" in (tmp_path / "build/CMakeCache.txt").read_text()
 
 
+def test_the_same_folder_with_another_environment(configure, tmp_path):
+    """`pip install .` keeps its folder: what it was told first must not hold for good. Paths may hold spaces."""
+    place = tmp_path / "pre built, all"
+    place.mkdir()
+    for name in ("cpu", "rocm"):
+        (place / f"libexl3_{name}.so").write_bytes(b"kernels")
+    for backends in ("cpu", "cpu,rocm"):
+        done = configure(EXL3_BACKENDS=backends, EXL3_PREBUILT=str(place))
+        assert done.returncode == 0, done.stderr
+        installed = (tmp_path / "build/cmake_install.cmake").read_text()
+        assert ("libexl3_rocm.so" in installed) == ("rocm" in backends) and "libexl3_cpu.so" in installed
+    done = configure("-DEXL3_BACKENDS=rocm cpu", EXL3_BACKENDS="cuda", EXL3_PREBUILT=str(place))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
