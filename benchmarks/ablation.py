@@ -1,10 +1,10 @@
 """What each step of the converter buys: many conversions of one model on one device, in parallel processes, judged on held-out slices.
 
-    python benchmarks/ablation.py MODEL_DIR [-d cuda:0] [--bits 2 2.5 3 4] [--seeds 0 1 2] [--jobs 8] [--variants incumbent default ...]
+    python benchmarks/ablation.py MODEL_DIR [-d cuda:0 cuda:1] [--bits 2 2.5 3 4] [--seeds 0 1 2] [--jobs 8] [--variants incumbent default ...]
 
 Prints, for each rate and variant, the mean over seeds of the mean KL(original || quantized) of every slice (prose, code, chat in the
 model's own template, French; benchmarks/data), its spread and the ratio to the incumbent's preset; all goes to --out.
-Seconds are those of a conversion that shares the device with --jobs - 1 others.
+Seconds are those of a conversion that shares its device with others: --jobs processes take turns over the devices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def slices(tokenizer: Any, rows: int) -> dict[str, Any]:
     }
     found = {}
     for name in SLICES:
-        ids = text_rows(tokenizer, texts[name], ROW)
+        ids = text_rows(tokenizer, texts[name], ROW, bos=tokenizer.demands_bos)
         count = min(rows, len(ids))
         found[name] = ids[[i * len(ids) // count for i in range(count)]]  # spread over the text
     return found
@@ -160,7 +160,7 @@ def table(records: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("model")
-    ap.add_argument("-d", "--device", default="cuda:0")
+    ap.add_argument("-d", "--device", nargs="+", default=["cuda:0"])
     ap.add_argument("--bits", type=float, nargs="+", default=[2, 2.5, 3, 4])
     ap.add_argument("--seeds", type=int, nargs="+", default=[0])
     ap.add_argument("--jobs", type=int, default=8, help="conversions at a time")
@@ -181,7 +181,9 @@ def main() -> None:
     work = [(n, common | o, b, s) for n, o in chosen.items() for b in args.bits for s in args.seeds]
     for item in [*work, *[None] * args.jobs]:
         jobs.put(item)
-    processes = [context.Process(target=worker, args=(jobs, results, args.model, args.device, args.rows)) for _ in range(args.jobs)]
+    processes = [
+        context.Process(target=worker, args=(jobs, results, args.model, args.device[i % len(args.device)], args.rows)) for i in range(args.jobs)
+    ]
     for p in processes:
         p.start()
     records, left = [], len(processes)
@@ -211,12 +213,12 @@ def head(args: Any) -> dict[str, Any]:
 
     from exl3 import __version__
 
-    device = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else platform.machine()
+    device = torch.cuda.get_device_name(0) if args.device[0].startswith("cuda") else platform.machine()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "name": "ablation",
         "model": Path(args.model).name,
-        "device": f"{device}, {args.jobs} conversions at a time",
+        "device": f"{len(args.device)} x {device}, {args.jobs} conversions at a time",
         "versions": {"exl3": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -48,8 +48,11 @@ __device__ __forceinline__ __half2 lowering(const __half2* cost) {  // of 32 hal
   return __half2half2(__hneg(__hmin(__low2half(least), __high2half(least))));
 }
 
+// Near 7 bits and above the rounding of a target to fp16 would show in the result: the rest is carried beside it.
+inline constexpr __host__ __device__ bool splits_target(int k2) { return k2 >= 14; }
+
 struct SearchShared {
-  __half2 target[256];  // minus the target, twice
+  __half2 target[256];  // minus the target, twice; or minus the target and what its rounding left
   float best[kSearchThreads / 32];
   int node[kSearchThreads / 32];
 };
@@ -103,6 +106,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
   using S = Search<K>;
   constexpr int kStride = stride_of(2 * K);
   constexpr float kUnit = unit_of(2 * K);
+  constexpr bool kSplit = splits_target(2 * K);
   ptx::wait_for_previous();
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ SearchShared space[TILES];
@@ -141,8 +145,9 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
     __syncthreads();
     for (int i = threadIdx.x; i < TILES * 256; i += kSearchThreads) {
       const int tile = tile0 + i / 256;
-      const float target = tile < p.count ? p.tiles[(int64_t)tile * 256 + i % 256] : 0.f;
-      space[i / 256].target[i % 256] = __half2half2(__float2half_rn(-target * kUnit));
+      const float target = tile < p.count ? -p.tiles[(int64_t)tile * 256 + i % 256] * kUnit : 0.f;
+      const __half rounded = __float2half_rn(target);
+      space[i / 256].target[i % 256] = __halves2half2(rounded, kSplit ? __float2half_rn(target - __half2float(rounded)) : rounded);
     }
     constexpr int kCopies = S::kByNode ? 2 : 1;
 #pragma unroll
@@ -161,7 +166,8 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
       for (int t = 0; t < TILES; t++) {
         const __half2* from = (const __half2*)(shared + (current * TILES + t) * S::kCostBytes);
         uint8_t* to = shared + ((current ^ 1) * TILES + t) * S::kCostBytes;
-        const __half2 target = space[t].target[position];
+        const __half2 stored = space[t].target[position];
+        const __half2 target = kSplit ? __low2half2(stored) : stored, rest = __high2half2(stored);
         const __half2 down = lowers(step) ? lowering(from) : __half2half2(__ushort_as_half(0));
 #pragma unroll
         for (int a = 0; a < S::kPairs; a++) {
@@ -182,6 +188,10 @@ __global__ void __launch_bounds__(kSearchThreads, 1) search(const __grid_constan
 #pragma unroll
             for (int j = 0; j < S::kOuts; j++) {
               __half2 x = __hadd2(value[a][j][i], target), y = __hadd2(value[a][j][i + 1], target);
+              if constexpr (kSplit) {
+                x = __hadd2(x, rest);
+                y = __hadd2(y, rest);
+              }
               x = __hfma2(x, x, c0);
               y = __hfma2(y, y, c1);
               least[j] = i == 0 ? __hmin2(x, y) : __hmin2(__hmin2(least[j], x), y);
@@ -536,7 +546,10 @@ __device__ __forceinline__ void trace_tile(const EncodeParams& p, int tile) {
   __shared__ unsigned long long least[2][kThreads / 32];
   __shared__ uint32_t next_node[2];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, way = threadIdx.x;
-  for (int i = threadIdx.x; i < 256; i += kThreads) targets[i] = __half2float(__float2half_rn(p.tiles[(int64_t)tile * 256 + i]));
+  for (int i = threadIdx.x; i < 256; i += kThreads) {
+    const float target = p.tiles[(int64_t)tile * 256 + i];
+    targets[i] = splits_target(K2) ? target : __half2float(__float2half_rn(target));
+  }
   const int steps = steps_of(p), stop = p.pass ? 0 : p.window / 2;
   const uint32_t seam = p.pass ? (uint32_t)p.seam[tile] : 0u;
   const uint16_t* history = p.history + tile * p.tile_history;

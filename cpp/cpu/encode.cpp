@@ -72,13 +72,16 @@ const EncodeTier& tier() {
 }
 
 struct alignas(64) Line { char bytes[64]; };
-constexpr float kScale = 8192;      // every codebook's values fit 16 bits with it
 constexpr int kHighRate = 10;       // k2 from which costs are fp32
+// Every codebook's values fit 16 bits with it. Below 2 bits errors are large, and paths from one node to all others long: finer costs
+// would reach kCostLimit.
+float scale_of(int k2) { return k2 < 4 ? 4096 : 8192; }
 
 // What one rate and codebook needs, made once and kept.
 struct Tables {
   int k2, codebook;
   uint32_t multiplier;
+  float scale;                      // of fixed point
   float limit;                      // largest target, in fixed point
   std::vector<float> decoded;       // [65536]
   std::vector<Line> value, ordered[2], candidates[2];
@@ -107,7 +110,7 @@ template <class Value> void order(const StepTable& t, int lanes, Value* out) {
 template <class Value> void fill(Tables& t) {
   const size_t lines = kStates * sizeof(Value) / sizeof(Line);
   t.value.resize(lines);
-  for (int s = 0; s < kStates; s++) ((Value*)t.value.data())[s] = (Value)lrintf(t.decoded[(size_t)s] * kScale);
+  for (int s = 0; s < kStates; s++) ((Value*)t.value.data())[s] = (Value)lrintf(t.decoded[(size_t)s] * t.scale);
   for (int odd = 0; odd < 2; odd++) {
     StepTable& step = t.step[odd];
     if (odd && t.k2 % 2 == 0) {
@@ -131,7 +134,8 @@ template <class Value> void fill(Tables& t) {
 std::shared_ptr<const Tables> make_tables(int k2, int codebook, uint32_t multiplier) {
   auto t = std::make_shared<Tables>();
   t->k2 = k2, t->codebook = codebook, t->multiplier = multiplier;
-  t->limit = k2 >= kHighRate ? 64 * kScale : 32767;
+  t->scale = scale_of(k2);
+  t->limit = k2 >= kHighRate ? 64 * t->scale : 32767;
   t->decoded.resize(kStates);
   for (int s = 0; s < kStates; s++) t->decoded[(size_t)s] = codebook_value((uint32_t)s, codebook, multiplier);
   k2 >= kHighRate ? fill<float>(*t) : fill<int16_t>(*t);
@@ -157,7 +161,7 @@ class Search {
   void start(const Tables& t, const float* tile, char* history, int64_t stride, int window) {
     tables_ = &t, history_ = history, stride_ = stride, half_ = window / 2;
     for (int i = 0; i < kRing; i++) {
-      const float v = tile[i] * kScale;
+      const float v = tile[i] * t.scale;
       target_[i] = nearbyintf(v < -t.limit ? -t.limit : v > t.limit ? t.limit : v);
     }
     second_ = false;

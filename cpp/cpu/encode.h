@@ -5,7 +5,7 @@
 // every position are kept, and the way back finds each chosen candidate again (the smallest c among equals). All tiers compute the same
 // numbers.
 //
-// Values and targets are whole numbers, the codebook's times 8192.
+// Values and targets are whole numbers, the codebook's times 8192, below 2 bits times 4096.
 //   Low rates: 16-bit costs, cut at kCostLimit; the error is (d * d + 2^14) >> 15, d saturated to 16 bits.
 //   High rates, whose errors 16 bits can't hold next to those of an outlier: the same in fp32, d * d itself, exact below 2^24.
 #pragma once

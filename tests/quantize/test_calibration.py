@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from exl3.errors import ArgumentError
 from exl3.quantize import calibration as cal
+from exl3.quantize.sensitivity import rows_for
 
 HELD_OUT = Path(__file__).parents[2] / "benchmarks" / "data" / "heldout.txt"
 
@@ -20,8 +21,9 @@ class Bytes:
 
     vocab_size = 256
 
-    def __init__(self, template: bool = True) -> None:
+    def __init__(self, template: bool = True, bos: int | None = None) -> None:
         self.has_chat_template = template
+        self.bos_id, self.demands_bos = bos, bos is not None
 
     def encode(self, text: str, add_bos: bool | None = False) -> list[int]:
         return list(text.encode())
@@ -43,6 +45,14 @@ def test_bundled_mix():
     texts = [bytes(row.tolist()).decode("utf-8", "ignore") for row in c.ids]
     assert any("<|" in t for t in texts)
     assert not any("<|user|>" in bytes(r.tolist()).decode("utf-8", "ignore") for r in cal.bundled(Bytes(False), 100, 64, 256).ids)
+
+
+def test_rows_begin_as_texts_of_the_model_do():
+    c = cal.bundled(Bytes(bos=1), 50, 64, 256)
+    assert (c.ids[:, 0] == 1).all() and not (c.ids[:, 1:] == 1).any(0).all()
+    assert torch.equal(c.ids[:, 1:], cal.bundled(Bytes(), 50, 64, 256).ids[:, 1:])
+    assert (rows_for(c.ids, 20 * 16, 16)[:, 0] == 1).all()
+    assert not (rows_for(cal.bundled(Bytes(), 50, 64, 256).ids, 20 * 16, 16)[:, 0] == 1).any()
 
 
 def test_no_row_twice_and_too_many_rows_only_warn():

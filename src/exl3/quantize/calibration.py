@@ -60,7 +60,7 @@ def read_chats() -> list[list[str]]:
 def bundled(tokenizer: Any, rows: int, cols: int, vocab_size: int, seed: int = 0) -> Calibration:
     """The bundled mix. Without a tokenizer only random tokens are left, with a warning.
 
-    Documents of a kind are chained and cut into rows; BOS stands before each document where the model demands it.
+    Documents of a kind are chained and cut into rows; BOS stands before each document and first in each row where the model demands it.
     """
     generator = torch.Generator().manual_seed(seed)
     if tokenizer is None:
@@ -83,6 +83,8 @@ def bundled(tokenizer: Any, rows: int, cols: int, vocab_size: int, seed: int = 0
     parts.append(torch.randint(0, min(vocab_size, tokenizer.vocab_size), (random, cols), generator=generator, dtype=torch.int32))
     sources["random"] = random
     ids = torch.cat(parts)
+    if tokenizer.demands_bos:
+        ids[:, 0] = tokenizer.bos_id
     if int(ids.max()) >= vocab_size:
         raise ArgumentError(
             f"the tokenizer produces id {int(ids.max())}, the model's vocabulary has {vocab_size}; the files don't belong together"

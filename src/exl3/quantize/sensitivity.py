@@ -345,8 +345,12 @@ def affordable(tokens: int, model: Any, device: torch.device) -> int:
 
 
 def rows_for(ids: Tensor, tokens: int, cols: int = 512) -> Tensor:
-    """At most `tokens` of the calibration ids, evenly spread over its rows, as rows of at most `cols`."""
+    """At most `tokens` of the calibration ids, evenly spread over its rows, as rows of at most `cols`. Where all rows begin with the same
+    id, BOS, so do these."""
     cols = min(cols, ids.shape[1])
     whole = ids[:, : ids.shape[1] // cols * cols].reshape(-1, cols)
     count = max(1, min(len(whole), tokens // cols))
-    return whole[torch.arange(count) * len(whole) // count]
+    picked = whole[torch.arange(count) * len(whole) // count]
+    if len(ids) > 1 and bool((ids[:, 0] == ids[0, 0]).all()):
+        picked[:, 0] = ids[0, 0]
+    return picked
