@@ -1,6 +1,7 @@
 """What each step of the converter buys: many conversions of one model on one device, in parallel processes, judged on held-out slices.
 
-    python benchmarks/ablation.py MODEL_DIR [-d cuda:0 cuda:1] [--bits 2 2.5 3 4] [--seeds 0 1 2] [--jobs 8] [--variants incumbent default ...]
+    python benchmarks/ablation.py MODEL_DIR [-d cuda:0 cuda:1] [--bits 2 2.5 3 4] [--seeds 0 1 2] [--jobs 8]
+        [--variants incumbent default ...]
 
 Prints, for each rate and variant, the mean over seeds of the mean KL(original || quantized) of every slice (prose, code, chat in the
 model's own template, French; benchmarks/data), its spread and the ratio to the incumbent's preset; all goes to --out.
@@ -181,9 +182,8 @@ def main() -> None:
     work = [(n, common | o, b, s) for n, o in chosen.items() for b in args.bits for s in args.seeds]
     for item in [*work, *[None] * args.jobs]:
         jobs.put(item)
-    processes = [
-        context.Process(target=worker, args=(jobs, results, args.model, args.device[i % len(args.device)], args.rows)) for i in range(args.jobs)
-    ]
+    places = [args.device[i % len(args.device)] for i in range(args.jobs)]
+    processes = [context.Process(target=worker, args=(jobs, results, args.model, place, args.rows)) for place in places]
     for p in processes:
         p.start()
     records, left = [], len(processes)

@@ -69,7 +69,9 @@ def test_error_on_gaussian_tiles(best, K):
     assert error.mean() < 1.02 * dict(zip(RATES, table))[K] + slack
 
 
-@pytest.mark.parametrize(("codebook", "K"), [("mul1", 1), ("mul1", 2), ("mul1", 4), ("mul1", 5), ("mul1", 8), ("mcg", 1), ("mcg", 4), ("3inst", 1), ("3inst", 2)])
+@pytest.mark.parametrize(
+    ("codebook", "K"), [("mul1", 1), ("mul1", 2), ("mul1", 4), ("mul1", 5), ("mul1", 8), ("mcg", 1), ("mcg", 4), ("3inst", 1), ("3inst", 2)]
+)
 def test_as_good_as_an_exact_search(best, codebook, K):
     """16-bit costs lose next to nothing against fp32 costs, on the same tiles."""
     x = tiles(6, K, codebook, seed=8)

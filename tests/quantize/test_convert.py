@@ -27,6 +27,7 @@ from exl3.errors import (
     UnsupportedError,
 )
 from exl3.files import Checkpoint
+from exl3.nn import MLP
 from exl3.quantize.convert import convert
 from exl3.quantize.job import Job, stream_tensors
 from exl3.quantize.streams import Shard
@@ -462,3 +463,15 @@ def test_an_unquantized_tied_head_is_not_written_twice(tmp_path: Path, calibrati
     assert not any(name.startswith("lm_head") for name in tensors)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
     assert exl3.load(tmp_path / "out", "cpu").logits([1, 2]).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "incumbent", "cal_rows": 12, "cal_cols": 48}], ids=["default", "incumbent"])
+def test_matrices_that_no_token_reaches_are_listed(tmp_path: Path, model_dir: Path, calibration: Path, monkeypatch, options):
+    """As experts that the router never chooses: quantized without statistics, named in the report."""
+    monkeypatch.setattr(MLP, "forward", lambda self, x, *, norm=None, residual=None: residual)
+    report = run(model_dir, tmp_path / "out", calibration, **options)
+    keys = [f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")]
+    assert sorted(report.unreached) == sorted(report.fallbacks) == sorted(keys)
+    assert not any(".mlp." in key for key in report.dead_channels)
+    assert report.as_dict()["unreached"] == report.unreached
+    assert ("unreached", f"6 tensors saw no calibration token, first {report.unreached[0]}") in report.summary()

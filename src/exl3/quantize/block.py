@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,22 +74,8 @@ def _inputs(linear: Linear, sink: Callable[[Tensor, Tensor | None], None]) -> It
 
 def capture(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batch: Batch) -> Tensor:
     """The input of `linear` when `run` processes x, `(tokens, in_features)`; the pass is cut short there."""
-    return capture_with_stream(run, linear, x, batch)[0]
-
-
-def capture_with_stream(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """As `capture`, and the residual stream the output would go straight into (see `_inputs`)."""
-    seen: list[tuple[Tensor, Tensor | None]] = []
-
-    def take(x: Tensor, stream: Tensor | None) -> None:
-        seen.append((x, stream))
-        raise _Captured
-
-    with _inputs(linear, take):
-        try:
-            run(x, batch)
-        except _Captured:
-            pass
+    seen: list[Tensor] = []
+    _watch(run, [linear], x, batch, lambda _, y, stream: seen.append(y))
     return seen[0]
 
 
@@ -151,7 +137,7 @@ def quantize_block(
         jobs = []
         for group, (hessian, sample) in zip(stage, captured):
             name = group[0][0]
-            if hessian.dead_channels:
+            if hessian.tokens and hessian.dead_channels:
                 result.block.dead_channels[name] = hessian.dead_channels
             keys = [key for key, _ in group if rates[key] != 16]
             use = {
@@ -268,20 +254,31 @@ def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], poli
                 samples[i] = seen[:SENSITIVITY_TOKENS].clone()
 
         _watch(c.block, linears, x, batch, note)
-    return [(h, samples[i]) for i, h in enumerate(found)]
+    return [(h, samples[i] if i in samples else _no_sample(h)) for i, h in enumerate(found)]
+
+
+def _no_sample(hessian: Hessian) -> Tensor:
+    return hessian.peak.new_empty(0, hessian.features)
 
 
 def _remember(store: dict[int, tuple[Tensor, Tensor | None]], i: int, seen: Tensor, stream: Tensor | None) -> None:
     store[i] = seen.clone(), None if stream is None else stream.clone()
 
 
-def _watch(block: Any, linears: list[Linear], x: Tensor, batch: Batch, sink: Callable[[int, Tensor, Tensor | None], None]) -> None:
+def _watch(run: Any, linears: list[Linear], x: Tensor, batch: Batch, sink: Callable[[int, Tensor, Tensor | None], None]) -> None:
     """Shows `sink` the input of each of `linears`, which stand in order of execution, and the residual stream its output goes straight
-    into, if any, as the block processes x: at the moment of use, for both may change in place afterwards. The pass ends with the last."""
-    with ExitStack() as stack:
-        for i, linear in enumerate(linears[:-1]):
-            stack.enter_context(_inputs(linear, partial(sink, i)))
-        sink(len(linears) - 1, *capture_with_stream(block, linears[-1], x, batch))
+    into, if any, as `run` processes x: at the moment of use, for both may change in place afterwards. The pass ends with the last; what no
+    token is sent to is not shown."""
+
+    def take(i: int, seen: Tensor, stream: Tensor | None) -> None:
+        sink(i, seen, stream)
+        if i == len(linears) - 1:
+            raise _Captured
+
+    with suppress(_Captured), ExitStack() as stack:
+        for i, linear in enumerate(linears):
+            stack.enter_context(_inputs(linear, partial(take, i)))
+        run(x, batch)
 
 
 def _name_the_place(team: Team, copies: dict[Worker, _Copy], name: str) -> None:
@@ -348,7 +345,7 @@ def _use_out_scales(linear: Linear, gates: dict[int, MLP], sample: Tensor, mode:
     if mode != "auto":
         return mode == "always"
     mlp = gates.get(id(linear))
-    if mlp is None:
+    if mlp is None or not len(sample):
         return True
     sensitivity = _sensitivity(mlp, linear, sample)
     energy = column_rms(dense_weight(linear).float().T).square()

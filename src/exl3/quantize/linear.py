@@ -78,6 +78,7 @@ class Work:
     member: Member
     matrix: Tensor  # (k, k), original basis
     calibrated: bool
+    reached: bool  # by calibration tokens
     target: Tensor  # (k, n) fp32, padded
     signs: Tensor  # of the input
     rotated: Tensor | None  # (k, n) fp32, until it goes into the recursion
@@ -165,7 +166,8 @@ def _regularize(group: Group, settings: Settings) -> list[Work]:
         scale = None if m.channels is None else channel_scale(target, m.channels)
         reg = regularize(target, signs, out_signs, out_scales=m.out_scales, scale=scale)
         output = None if m.output is None else pad_matrix(m.output.to(device).float())
-        work.append(Work(m, matrix, calibrated, target, signs, reg.rotated, reg.suh, reg.svh, output))
+        reached = hessian is None or hessian.tokens > 0
+        work.append(Work(m, matrix, calibrated, reached, target, signs, reg.rotated, reg.suh, reg.svh, output))
     return work
 
 
@@ -240,6 +242,7 @@ def _finish(w: Work, settings: Settings) -> Quantized:
         damping=used,
         retries=0 if w.factor is None else w.factor.retries,
         calibrated=w.calibrated,
+        unreached=not w.reached,
         seconds=0.0,
     )
     n_in, n_out = report.shape

@@ -26,6 +26,7 @@ class TensorReport:
     retries: int
     calibrated: bool
     seconds: float
+    unreached: bool = False  # no calibration token was sent to it
     on_host: bool = False  # too large for the device: its algebra was done in host memory
 
 
@@ -69,6 +70,11 @@ class Report:
         return [t.key for t in self.tensors if not t.calibrated]
 
     @property
+    def unreached(self) -> list[str]:
+        """Tensors that no calibration token was sent to: experts that the router never chose."""
+        return [t.key for t in self.tensors if t.unreached]
+
+    @property
     def on_host(self) -> list[str]:
         """Tensors that did not fit the device and were worked on in host memory."""
         return [t.key for t in self.tensors if t.on_host]
@@ -90,7 +96,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, with the summaries above."""
         d = dataclasses.asdict(self)
-        names = ("proxy_error", "fallbacks", "on_host", "retries", "dead_channels", "wide")
+        names = ("proxy_error", "fallbacks", "unreached", "on_host", "retries", "dead_channels", "wide")
         return d | {name: getattr(self, name) for name in names}
 
     def write(self, path: str | Path) -> None:
@@ -109,6 +115,8 @@ class Report:
         ]
         if self.fallbacks:
             rows.append(("not calibrated", f"{len(self.fallbacks)} tensors, first {self.fallbacks[0]}"))
+        if self.unreached:
+            rows.append(("unreached", f"{len(self.unreached)} tensors saw no calibration token, first {self.unreached[0]}"))
         if self.on_host:
             rows.append(("in host memory", f"{len(self.on_host)} tensors, first {self.on_host[0]}"))
         if self.wide:

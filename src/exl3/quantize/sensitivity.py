@@ -229,9 +229,9 @@ def _reverse(
         leaf = x.requires_grad_()
         with _watch_outputs(members, outputs):
             out = block(leaf.clone(), batch)
-        wanted = [leaf, *(outputs[name] for name, _ in members)]
-        grads = torch.autograd.grad(out, wanted, gradient)
-    for (name, _), g in zip(members, grads[1:]):
+        reached = [name for name, _ in members if name in outputs]
+        grads = torch.autograd.grad(out, [leaf, *(outputs[name] for name in reached)], gradient)
+    for name, g in zip(reached, grads[1:]):
         shapes[name].add(inputs[name].float().unflatten(0, (batch.rows, -1)), g.float().unflatten(0, (batch.rows, -1)))
     return grads[0]
 
