@@ -1,6 +1,6 @@
-"""The README's picture of quality against bits, from benchmarks/results/smollm2_ablation.json.
+"""The README's picture of quality against bits, one panel a model, from files that benchmarks/ablation.py writes.
 
-    python benchmarks/plot_quality.py [--out docs/quality.png]
+    python benchmarks/plot_quality.py [--results FILE ...] [--out docs/quality.png]
 
 Needs matplotlib.
 """
@@ -10,14 +10,38 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = {"incumbent": ("settings of exllamav3", "#718096"), "default": ("default", "#2b6cb0")}
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = {"incumbent": ("settings of exllamav3", "#718096"), "default": ("default", "#2b6cb0"), "tune": ("default and --tune", "#c05621")}
+
+
+def draw(ax: Any, data: dict[str, Any]) -> None:
+    """Mean KL over slices and seeds; bars from the least to the largest seed."""
+    for variant, (name, color) in NAMES.items():
+        by_rate: dict[float, list[float]] = {}
+        for r in data["rows"]:
+            if r["variant"] == variant and "slices" in r:
+                by_rate.setdefault(r["bits"], []).append(sum(s["kl"] for s in r["slices"].values()) / len(r["slices"]))
+        bits = sorted(by_rate)
+        if not bits:
+            continue
+        means = [sum(by_rate[b]) / len(by_rate[b]) for b in bits]
+        below = [m - min(by_rate[b]) for b, m in zip(bits, means, strict=True)]
+        above = [max(by_rate[b]) - m for b, m in zip(bits, means, strict=True)]
+        ax.errorbar(bits, means, yerr=[below, above], fmt="o-", capsize=3, color=color, label=name)
+    ax.set_title(data["model"], fontsize=10)
+    ax.set_xlabel("bits per weight of the decoder's matrices")
+    ax.set_ylabel("mean KL to the original (nats)")
+    ax.set_yscale("log")
+    ax.grid(alpha=0.3, which="both")
+    ax.legend()
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "smollm2_ablation.json")
+    ap.add_argument("--results", type=Path, nargs="+", default=[RESULTS / "quality_smollm2.json", RESULTS / "quality_gemma3.json"])
     ap.add_argument("--out", type=Path, default=ROOT / "docs" / "quality.png")
     args = ap.parse_args()
     import matplotlib
@@ -25,19 +49,10 @@ def main() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [r for r in json.loads(args.results.read_text())["rows"] if "model" not in r]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    for variant, (name, color) in NAMES.items():
-        own = sorted((r for r in rows if r["variant"] == variant), key=lambda r: r["bits"])
-        bits = [r["bits"] for r in own]
-        axes[0].plot(bits, [r["kl"]["mean"] for r in own], "o-", color=color, label=name)
-        axes[1].plot(bits, [100 * r["top1"] for r in own], "o-", color=color, label=name)
-    for ax, label in zip(axes, ("mean KL to the original (nats)", "same most likely token (%)"), strict=True):
-        ax.set_xlabel("bits per weight of the decoder's matrices")
-        ax.set_ylabel(label)
-        ax.grid(alpha=0.3)
-        ax.legend()
-    axes[0].set_yscale("log")
+    found = [json.loads(path.read_text()) for path in args.results if path.exists()]
+    figure, axes = plt.subplots(1, len(found), figsize=(4.5 * len(found), 3.4), constrained_layout=True, squeeze=False)
+    for ax, data in zip(axes[0], found, strict=True):
+        draw(ax, data)
     figure.savefig(args.out, dpi=110)
 
 

@@ -98,6 +98,20 @@ def test_little_memory_is_no_reason_to_stop(source: Path, monkeypatch):
     assert any(name == "in host memory" for name, _ in report.summary())
 
 
+def test_where_half_precision_overflows_a_block_is_computed_in_fp32(source: Path):
+    """Values of act(gate) * up beyond 65504 in block 1: the product's input is infinite in half precision, fine in fp32."""
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 4000
+    tensors["model.layers.1.mlp.gate_proj.weight"] *= 20
+    tensors["model.layers.1.mlp.down_proj.weight"] /= 4000
+    save_file(tensors, path, metadata={"format": "pt"})
+    _, report = run(source, "wide")
+    assert report.wide == ["model.layers.1"] and not report.fallbacks
+    _, cpu = run(source, "cpu", devices="cpu")
+    assert cpu.wide == [] and report.proxy_error == pytest.approx(cpu.proxy_error, rel=0.1)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("options", [{}, {"preset": "incumbent", "device_ratios": "1,2"}], ids=["default", "incumbent"])
 def test_two_cards_give_the_bytes_of_one(source: Path, monkeypatch, options):
