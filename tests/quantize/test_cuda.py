@@ -72,15 +72,15 @@ def test_little_memory_is_no_reason_to_stop(source: Path, monkeypatch):
     """Batches shrink when a forward pass finds no memory; matrices go into host memory when nothing else helps."""
     from exl3.quantize import block, fitting
 
-    real, failures = block.capture, [0]
+    real, failures = block._watch, [0]
 
-    def crowded(run_, linear, x, batch):
+    def crowded(run_, linears, x, batch, sink):
         if batch.rows > 3:
             failures[0] += 1
             raise torch.OutOfMemoryError("CUDA out of memory (test)")
-        return real(run_, linear, x, batch)
+        return real(run_, linears, x, batch, sink)
 
-    monkeypatch.setattr(block, "capture", crowded)
+    monkeypatch.setattr(block, "_watch", crowded)
     monkeypatch.setattr("exl3.quantize.convert.stream_room", lambda *_: 0)  # streams in pinned host memory
     _, report = run(source, "small")
     assert failures[0] > 0 and not report.on_host
