@@ -26,6 +26,8 @@ GLIBC_FLOOR = (2, 28)
 # rows of the release matrix with GPU code: label, lowest CUDA or ROCm version of torch it serves, lowest Linux driver's CUDA version
 ROWS = {"cu126": (12, 6), "cu128": (12, 8), "cu130": (13, 0), "rocm6.4": (6, 4), "rocm7": (7, 0)}
 
+KFD = Path("/dev/kfd")  # AMD's driver
+
 Level = Literal["error", "warning", "note"]
 
 
@@ -51,6 +53,7 @@ class Facts:
     natives: tuple[str, ...] = ()  # all native modules there, whatever their Python
     glibc: tuple[int, int] | None = None
     card: Literal["nvidia", "amd", ""] = ""
+    card_open: bool = True  # this user may open an AMD card
     driver_cuda: tuple[int, int] | None = None  # newest CUDA the driver serves; (0, 0): no driver library
 
 
@@ -86,7 +89,7 @@ def _glibc() -> tuple[int, int] | None:
 def _card() -> Literal["nvidia", "amd", ""]:
     if Path("/proc/driver/nvidia/gpus").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():
         return "nvidia"
-    return "amd" if Path("/dev/kfd").exists() else ""
+    return "amd" if KFD.exists() else ""
 
 
 def _driver() -> tuple[int, int]:
@@ -132,6 +135,7 @@ def facts(driver: bool = False) -> Facts:
         natives=tuple(sorted(n for n in names if n.startswith("_native."))),
         glibc=_glibc(),
         card=_card(),
+        card_open=not KFD.exists() or os.access(KFD, os.R_OK | os.W_OK),
         driver_cuda=_driver() if driver else None,
     )
 
@@ -198,6 +202,9 @@ def _about_amd(f: Facts) -> list[Finding]:
     if f.torch_hip and not f.card:
         return [Finding("note", "no AMD card is visible (/dev/kfd is missing): install the amdgpu driver; in a container, start it with "
                                 "--device /dev/kfd --device /dev/dri")]  # fmt: skip
+    if f.torch_hip and not f.card_open:
+        text = "this user may not open /dev/kfd, so no AMD card is used: sudo usermod -aG render,video $USER, then log in again"
+        return [Finding("warning", f"{text}; in a container, start it with --group-add render")]
     if f.torch_hip:
         return []
     built = f"CUDA {f.torch_cuda}" if f.torch_cuda else "the CPU alone"

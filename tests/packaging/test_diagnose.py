@@ -58,6 +58,11 @@ def test_nothing_to_say():
         (replace(FINE, torch_hip="7.1.0", card="amd"), "warning", ["ROCm 7.1", "exl3==0.1.0+rocm7'"]),
         (replace(FINE, label="rocm7", libraries=frozenset({"cpu", "rocm"})), "warning", ["AMD", "CPU alone", "whl/rocm7.0"]),
         (replace(CUDA, label="rocm7", libraries=frozenset({"cpu", "rocm"})), "warning", ["AMD", "built for CUDA 13.0"]),
+        (
+            replace(FINE, torch_hip="6.4.1", libraries=frozenset({"cpu", "rocm"}), card="amd", card_open=False),
+            "warning",
+            ["/dev/kfd", "usermod -aG render"],
+        ),
         (replace(CUDA, libraries=frozenset({"cpu", "rocm"}), card="amd"), "warning", ["AMD kernels", "CUDA 13.0", "whl/rocm7.0"]),
         (replace(FINE, libraries=frozenset({"cpu", "rocm"})), "note", ["AMD kernels", "CPU alone", "whl/rocm7.0"]),
         (replace(CUDA, libraries=frozenset({"cpu", "rocm"}), card="nvidia"), "warning", ["CUDA 13.0", "CPU kernels only"]),
@@ -89,6 +94,16 @@ def test_loader_errors_become_sentences(said, word):
     text = diagnose.native_failure(said)
     assert word in text and "pip install" in text
     assert "_ZN" not in text and "undefined symbol" not in text and "\n" not in text
+
+
+def test_a_card_this_user_may_not_open(tmp_path, monkeypatch):
+    device = tmp_path / "kfd"
+    monkeypatch.setattr(diagnose, "KFD", device)
+    assert diagnose.facts().card_open
+    device.touch()
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    assert not diagnose.facts().card_open and (device, os.R_OK | os.W_OK) in asked
 
 
 def test_the_same_wheel_again(monkeypatch):

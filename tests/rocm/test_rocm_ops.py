@@ -93,6 +93,21 @@ def test_doctor_report() -> None:
     assert "rocm: mock card" in lines["backends"]["cpu"] and lines["self_test"]["cpu"] == "passed"
 
 
+def test_doctor_on_a_card_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from exl3 import diagnose
+    from exl3.cli.doctor import report
+
+    here = replace(diagnose.facts(), torch_hip="6.4", card="amd", card_open=True, libraries=frozenset({"cpu", "rocm"}))
+    monkeypatch.setattr(diagnose, "facts", lambda driver=False: here)
+    said = "an AMD card is here and torch sees none"
+    assert not any(said in x for x in report()["findings"])
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert sum(said in x for x in report()["findings"]) == 1
+
+
 def test_model_decode_step(tmp_path: Path) -> None:
     """A tiny model of EXL3 matrices: prefill and one decode step through this library, against the plain torch operations."""
     from plain_llama import CONFIG, random_weights, write

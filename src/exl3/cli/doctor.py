@@ -42,6 +42,11 @@ def report() -> dict[str, Any]:
     out["backends"] = ops.describe()
     out["settings"] = settings.changed()
     devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    if torch.version.hip and facts.card == "amd" and facts.card_open and len(devices) == 1:
+        out["findings"].append(
+            "warning: an AMD card is here and torch sees none: rocminfo lists what ROCm sees; is HIP_VISIBLE_DEVICES or "
+            "ROCR_VISIBLE_DEVICES set?"
+        )
     out["self_test"] = {}
     for device in devices:
         try:
