@@ -82,11 +82,11 @@ PARTS = {
 }
 
 
-def instructions_a_weight(kernel: Kernel) -> dict[str, float]:
-    """Vector instructions a weight of the inner loop: the parts above, `rest`, and `sum`. Two that are issued as one (v_dual) count as one
-    in the sum, and in the part of the first."""
+def instructions_a_weight(kernel: Kernel, rows: int = 1) -> dict[str, float]:
+    """Vector instructions a weight of the inner loop for so many rows: the parts above, `rest`, and `sum`. Two that are issued as one
+    (v_dual) count as one in the sum, and in the part of the first."""
     loop = kernel.hot_loop("dot2")
-    weights = 2 * sum(text.count("dot2") for text in loop)
+    weights = 2 * sum(text.count("dot2") for text in loop) / rows
     counts: Counter[str] = Counter()
     for text in loop:
         if text.startswith("v_"):
@@ -96,7 +96,7 @@ def instructions_a_weight(kernel: Kernel) -> dict[str, float]:
 
 
 def tables(folder: Path, read: Callable[[Path], dict[str, Kernel]] = read) -> list[str]:
-    """The lines of docs/rocm.md that code objects in `folder` back: by part at 4 bits, then sums for every rate."""
+    """The lines of docs/rocm.md that code objects in `folder` back: by part at 4 bits, then sums for every rate, and for more rows."""
     families = [read(folder / f"kernels.{name}-generic.co") for name in ("gfx10-3", "gfx11", "gfx12")]
     lines = []
     for kind, label in (("mul1", "mul1"), ("pair", "3inst, mcg")):
@@ -109,6 +109,9 @@ def tables(folder: Path, read: Callable[[Path], dict[str, Kernel]] = read) -> li
         for k2 in rates:
             sums = [instructions_a_weight(f[f"k_gemv_{kind}_{k2}_1"])["sum"] for f in families]
             lines.append(f"| {label}, {k2 / 2:g} bits | {' | '.join(f'{s:.1f}' for s in sums)} |")
+        for rows in (2, 4, 8):
+            sums = [instructions_a_weight(f[f"k_gemv_{kind}_8_{rows}"], rows)["sum"] for f in families]
+            lines.append(f"| {label}, 4 bits, {rows} rows | {' | '.join(f'{s:.1f}' for s in sums)} |")
     return lines
 
 
