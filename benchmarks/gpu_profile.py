@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_profile.py DIR [--steps 1:1:16,8:32768:4] [--jobs 32:512:256] [--sampler 1,32]
 
-steps    rows:context:cache bits; each kernel's share of a replayed graph: from its start to the next one's, so that overlaps count once
+steps    rows:context:cache bits; each kernel's share of a replayed graph: from the end of the one before to its own, so that overlaps
+         count once (kernels start early and wait for those before)
 jobs     count:prompt:new; seconds of iterations with and without a prefill pass, and of the draws in between
 sampler  rows; microseconds of one draw over 128256 columns
 """
@@ -73,11 +74,12 @@ def step(bench: Bench, rows: int, context: int, bits: int, repeats: int = 4) -> 
         events = kernels(lambda: runner.run(given), repeats)
     share: dict[str, list[float]] = collections.defaultdict(list)
     own: dict[str, list[float]] = collections.defaultdict(list)
-    for event, following in zip(events, [*events[1:], None], strict=True):
-        name = short(event)
+    ends = 0.0
+    for event in sorted(events, key=lambda e: e["ts"] + e["dur"]):
+        name, end = short(event), event["ts"] + event["dur"]
         own[name].append(event["dur"])
-        gap = event["dur"] if following is None else following["ts"] - event["ts"]
-        share[name].append(min(gap, 3 * event["dur"] + 20))
+        share[name].append(end - max(ends, event["ts"]) if end - ends > 1e4 else end - ends)
+        ends = end
     total = sum(map(sum, share.values())) / repeats
     print(f"step of {rows} x {context}, {bits} bits: {alone:.0f} us alone, {total:.0f} us profiled, {len(events) / repeats:.0f} launches")
     for name, spans in sorted(share.items(), key=lambda item: -sum(item[1])):

@@ -190,11 +190,11 @@ def test_warns_once_by_name(monkeypatch):
 
 
 def test_first_import_of_a_room_warns_and_import_exl3_does_not():
-    quiet = python("import exl3", EXL3_PREFER_FA2="1")
+    quiet = python("import exl3", EXL3_QC_ATTN="1")
     assert quiet.returncode == 0 and quiet.stderr == ""
-    loud = python("import exl3.ops, exl3.files, exl3.settings", EXL3_PREFER_FA2="1")
+    loud = python("import exl3.ops, exl3.files, exl3.settings", EXL3_QC_ATTN="1")
     assert loud.returncode == 0, loud.stderr
-    assert loud.stderr.count("EXL3_PREFER_FA2 has no effect") == 1
+    assert loud.stderr.count("EXL3_QC_ATTN has no effect") == 1
     assert python("import exl3.ops").stderr == ""
 
 

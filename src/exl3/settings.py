@@ -227,7 +227,9 @@ _ROWS: dict[str, list[Setting]] = {
         _never("EXL3_SDPA_PREFILL", "auto", None, "prefill through PyTorch's SDPA on Turing",
                "attention has one implementation a backend", "import"),
         _never("EXL3_FA75", "auto", None, "a kernel for 256-wide heads on Turing", "attention has one implementation a backend", "import"),
-        _never("EXL3_PREFER_FA2", "flag", False, "flash-attn 2 ahead of built-in kernels", "flash-attn is not used", "import"),
+        _works("EXL3_PREFER_FA2", "flag", False,
+               "prefill over an fp16 cache on NVIDIA cards through the package flash-attn (2.6 or later) where it is installed; a warning "
+               "says where it is not. Sinks and quantized caches stay with the built-in kernels"),
         _never("EXL3_TRITON_SMEM_LIMIT", "int", None, "shared memory the Triton kernels believe in", _TRITON, "import"),
         _never("EXL3_TRITON_SMEM_DEBUG", "flag", False, "print the Triton kernels' choice of tiles", _TRITON, "import"),
         _later("EXL3_MLA_PREFILL", "mha|absorbed", "mha", "form of MLA prefill", _FAMILY, "import"),

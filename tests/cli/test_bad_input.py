@@ -143,3 +143,12 @@ def test_damaged_shards_by_every_verb(model, call, tmp_path, damage):
         status, out, err = call(*verb)
         assert status == 1 and out == "" and err.count("\n") == 1 and all(w in err for w in words), (verb, err)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
+
+
+def test_bench_within_the_context_and_beyond(model, call):
+    status, out, err = call("bench", model, "--repeat", "1", "--json", "--device", "cpu")
+    found = json.loads(out)
+    assert status == 0 and (found["prompt_tokens"], found["new_tokens"]) == (63, 63), err
+    for words in (("--context", "60", "--new-tokens", "5"), ("--prompt-tokens", "64"), ("--context", "64")):
+        status, out, err = call("bench", model, *words)
+        assert status == 1 and out == "" and "tokens; the model's context is 64: lower them" in err, err

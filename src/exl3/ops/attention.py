@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl3.errors import ArgumentError
-from exl3.ops import blocks, checks, native, reference, staging
+from exl3.ops import blocks, checks, flash, native, reference, staging
 from exl3.ops.reference import PAGE, sdpa
 
 __all__ = ["attention", "cache_append", "cache_read", "sdpa"]
@@ -86,6 +86,8 @@ def attention(
     def attend(q: Tensor, layer: Any, batch: Any) -> Tensor:
         return _attention(op, q, layer, batch, scale, window, softcap, sinks)
 
+    if flash.wanted(q, layer, batch, sinks) and (call := flash.function()):
+        return flash.attention(call, q, layer, batch, scale, window, softcap)
     if staging.serves(q.device) and staging.wanted(layer, batch, plan := staging.plan()):
         return staging.attention(
             q, layer, batch, plan, attend, cache_read, scale=scale, window=window, softcap=softcap, sinks=sinks
