@@ -82,7 +82,9 @@ __global__ void __launch_bounds__(Prefill<D>::kThreads, D <= 128 ? 2 : 1) prefil
   const exl3_attention_args& a = p.a;
   const exl3_cache_layer& c = a.cache;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int kv_head = blockIdx.y / p.chunks, chunk = blockIdx.y % p.chunks;
+  // the last tokens see most: their blocks of all heads come first, so that short ones fill the end
+  const int order = blockIdx.y * gridDim.x + blockIdx.x, kv_head = order % gridDim.y / p.chunks, chunk = order % gridDim.y % p.chunks;
+  const int block = gridDim.x - 1 - order / gridDim.y;
   const int heads = min(kPrefillRows, p.group - chunk * kPrefillRows), head0 = kv_head * p.group + chunk * kPrefillRows;
   uint8_t* query = shared;
   uint8_t* ring = shared + P::kQueryBytes + (CODES ? 2 * P::kSideBytes : 0);
@@ -90,7 +92,6 @@ __global__ void __launch_bounds__(Prefill<D>::kThreads, D <= 128 ? 2 : 1) prefil
 
   const SideCopy copy_k(p.side[0], c, 0, kv_head, threadIdx.x), copy_v(p.side[1], c, 1, kv_head, threadIdx.x);
 
-  const int block = gridDim.x - 1 - blockIdx.x;  // the last tokens see most: first
   const int end = min(a.tokens, (block + 1) * p.tokens_a_tile);
   int token = block * p.tokens_a_tile, tokens;
   for (; token < end; token += tokens) {

@@ -48,6 +48,7 @@ static exl3_backend make_table() {
   portable::fill(b);
   b.linear_workspace = linear_workspace;
   b.linear = linear;
+  b.reconstruct = reconstruct;
   b.attention_workspace = attention_workspace;
   b.attention = attention;
   b.encode_workspace = encode_workspace;

@@ -34,7 +34,6 @@ int launch(Kernel kernel, unsigned grid_x, unsigned grid_y, const void* block, i
 void fill(exl3_backend& b) {
   b.sample_workspace = sample_workspace;
   b.dense = dense;
-  b.reconstruct = reconstruct;
   b.rotate = rotate;
   b.rms_norm = rms_norm;
   b.rotary_table = rotary_table;
@@ -49,8 +48,10 @@ void fill(exl3_backend& b) {
 }
 int64_t plain_linear_workspace(const exl3_linear_args* a) { return linear_workspace(a); }
 int plain_linear(const exl3_linear_args* a, void* stream) { return linear(a, stream); }
+int plain_reconstruct(const exl3_reconstruct_args* a, void* stream) { return reconstruct(a, stream); }
 int plain_attention(const exl3_attention_args* a, void* stream) { return attention_plain(a, stream); }
 int checked_linear(const exl3_linear_args* a) { return check_linear(a); }
+int checked_weight(const char* op, const exl3_weight* w) { return check_weight(op, w); }
 int checked_attention(const exl3_attention_args* a) { return check_attention(a); }
 
 }  // namespace exl3::portable

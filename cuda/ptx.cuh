@@ -164,6 +164,14 @@ __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_
   const __half2 h = __hfma2(*(const __half2*)&a, *(const __half2*)&b, *(const __half2*)&c);
   return *(const uint32_t*)&h;
 }
+__device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+  const __half2 h = __hadd2(*(const __half2*)&a, *(const __half2*)&b);
+  return *(const uint32_t*)&h;
+}
+__device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
+  const __half2 h = __hsub2(*(const __half2*)&a, *(const __half2*)&b);
+  return *(const uint32_t*)&h;
+}
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   const __half2 h = __hmul2(*(const __half2*)&a, *(const __half2*)&b);
   return *(const uint32_t*)&h;

@@ -40,14 +40,20 @@ struct Run {
   }
 };
 
+template <int K2>
+__device__ __forceinline__ void read_words(const uint32_t* tile, const Run<K2>& run, uint32_t (&w)[Run<K2>::kRead]) {
+#pragma unroll
+  for (int j = 0; j < Run<K2>::kRead; j++) w[j] = tile[run.word[j]];
+}
+
 // The states of the lane's eight positions. All shift amounts but one are known at compile time; windows whose offsets agree modulo 8
 // share one funnel shift and cost one byte permutation each.
 template <int K2>
-__device__ __forceinline__ void read_states(const uint32_t* tile, const Run<K2>& run, uint32_t (&state)[8]) {
+__device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2>::kRead], const Run<K2>& run, uint32_t (&state)[8]) {
   using R = Run<K2>;
   uint32_t w[R::kRead + 1], r[R::kRegisters + 1];
 #pragma unroll
-  for (int j = 0; j < R::kRead; j++) w[j] = tile[run.word[j]];
+  for (int j = 0; j < R::kRead; j++) w[j] = words[j];
   w[R::kRead] = 0;
 #pragma unroll
   for (int j = 0; j < R::kRegisters; j++) r[j] = R::kShifted ? __funnelshift_r(w[j], w[j + 1], run.shift) : w[j];
@@ -63,6 +69,13 @@ __device__ __forceinline__ void read_states(const uint32_t* tile, const Run<K2>&
       state[j] = __funnelshift_r(r[i], r[i + 1], s) & 0xffff;
     }
   }
+}
+
+template <int K2>
+__device__ __forceinline__ void read_states(const uint32_t* tile, const Run<K2>& run, uint32_t (&state)[8]) {
+  uint32_t w[Run<K2>::kRead];
+  read_words<K2>(tile, run, w);
+  states_of<K2>(w, run, state);
 }
 
 // 3inst and mcg: the hash is two halves whose sum is the weight. In the multiply-add the addend (0 for mcg) is free.

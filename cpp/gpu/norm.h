@@ -12,28 +12,44 @@ GPU_FN void rms_norm(const exl3_rms_norm_args& a) {
   const void* x = row_of(a.x, row * a.x_stride, a.x_dtype);
   float* residual = a.residual ? a.residual + row * a.residual_stride : nullptr;
   void* y = row_of(a.y, row * a.y_stride, a.y_dtype);
+  auto values = [&](int i, float(&v)[4]) { residual ? load4(residual, i, a.n, EXL3_F32, v) : load4(x, i, a.n, a.x_dtype, v); };
   float sum = 0.f, mean = 0.f;
-  for (int i = t; i < a.n; i += kThreads) {
-    float v = load(x, i, a.x_dtype);
-    if (residual) residual[i] = v += residual[i];  // each thread reads back only what it wrote
-    sum += a.subtract_mean ? v : v * v;
+  for (int i = 4 * t; i < a.n; i += 4 * kThreads) {
+    float v[4];
+    load4(x, i, a.n, a.x_dtype, v);
+    if (residual) {
+      float r[4];
+      load4(residual, i, a.n, EXL3_F32, r);
+      for (int e = 0; e < 4; e++) v[e] += r[e];
+      store4(residual, i, a.n, EXL3_F32, v);  // each thread reads back only what it wrote
+    }
+    for (int e = 0; e < 4; e++) sum += a.subtract_mean ? v[e] : v[e] * v[e];
   }
   sum = block_sum<kThreads>(sum, space);
   if (a.subtract_mean) {
     mean = sum / (float)a.n;
     sum = 0.f;
-    for (int i = t; i < a.n; i += kThreads) {
-      const float d = (residual ? residual[i] : load(x, i, a.x_dtype)) - mean;
-      sum += d * d;
+    for (int i = 4 * t; i < a.n; i += 4 * kThreads) {
+      float v[4];
+      values(i, v);
+      for (int e = 0; e < 4 && i + e < a.n; e++) sum += (v[e] - mean) * (v[e] - mean);
     }
     sum = block_sum<kThreads>(sum, space);
   }
   const float scale = 1.f / root(sum / (float)a.n + a.eps);
-  for (int i = t; i < a.n; i += kThreads) {
-    float v = ((residual ? residual[i] : load(x, i, a.x_dtype)) - mean) * scale;
-    if (a.weight) v *= a.weight[i];
-    if (a.accumulate) v += ((float*)y)[i];
-    store(y, i, a.y_dtype, v);
+  for (int i = 4 * t; i < a.n; i += 4 * kThreads) {
+    float v[4], w[4];
+    values(i, v);
+    if (a.weight) load4(a.weight, i, a.n, EXL3_F32, w);
+    for (int e = 0; e < 4; e++) {
+      v[e] = (v[e] - mean) * scale;
+      if (a.weight) v[e] *= w[e];
+    }
+    if (a.accumulate) {
+      load4(y, i, a.n, EXL3_F32, w);
+      for (int e = 0; e < 4; e++) v[e] += w[e];
+    }
+    store4(y, i, a.n, a.y_dtype, v);
   }
 }
 

@@ -34,6 +34,23 @@ GPU_FN void load4(const void* p, int i, int n, int dtype, float (&v)[4]) {
   }
 }
 
+// And four to be stored; none at or past n is.
+GPU_FN void store4(void* p, int i, int n, int dtype, const float (&v)[4]) {
+  if (i + 4 <= n && ((uintptr_t)row_of(p, i, dtype) & (dtype == EXL3_F32 ? 15 : 7)) == 0) {
+    if (dtype == EXL3_F32) {
+      struct alignas(16) F4 { float v[4]; };
+      *(F4*)((float*)p + i) = F4{{v[0], v[1], v[2], v[3]}};
+    } else {
+      struct alignas(8) H4 { uint16_t v[4]; };
+      H4 h;
+      for (int e = 0; e < 4; e++) h.v[e] = dtype == EXL3_F16 ? float_to_half(v[e]) : float_to_bfloat(v[e]);
+      *(H4*)((uint16_t*)p + i) = h;
+    }
+  } else {
+    for (int e = 0; e < 4 && i + e < n; e++) store(p, i + e, dtype, v[e]);
+  }
+}
+
 // The sum over all threads of a block, the same bits in every thread; `space` holds one float a warp.
 template <int THREADS>
 GPU_FN float block_sum(float v, float* space) {

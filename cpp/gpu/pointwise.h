@@ -14,10 +14,11 @@ GPU_FN void act_mul(const exl3_act_mul_args& a) {
   float g[4], u[4];
   load4(gate, i, a.n, a.dtype, g);
   if (up) load4(up, i, a.n, a.dtype, u);
-  for (int e = 0; e < 4 && i + e < a.n; e++) {
+  for (int e = 0; e < 4; e++) {
     const float v = activate(g[e], a.activation, a.params);
-    store(y, i + e, a.dtype, up ? v * u[e] : v);
+    g[e] = up ? v * u[e] : v;
   }
+  store4(y, i, a.n, a.dtype, g);
 }
 
 GPU_FN void add(const exl3_add_args& a) {

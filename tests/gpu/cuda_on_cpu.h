@@ -87,6 +87,7 @@ inline float __low2float(__half2 h) { return half_to_float(h.x); }
 inline float __high2float(__half2 h) { return half_to_float(h.y); }
 inline float2 __half22float2(__half2 h) { return {half_to_float(h.x), half_to_float(h.y)}; }
 inline __half2 __hadd2(__half2 a, __half2 b) { return __floats2half2_rn(__low2float(a) + __low2float(b), __high2float(a) + __high2float(b)); }
+inline __half2 __hsub2(__half2 a, __half2 b) { return __floats2half2_rn(__low2float(a) - __low2float(b), __high2float(a) - __high2float(b)); }
 inline __half2 __hmul2(__half2 a, __half2 b) { return __floats2half2_rn(__low2float(a) * __low2float(b), __high2float(a) * __high2float(b)); }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
   return __floats2half2_rn(__low2float(a) * __low2float(b) + __low2float(c), __high2float(a) * __high2float(b) + __high2float(c));
@@ -103,6 +104,7 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   return (unsigned)all;
 }
 inline bool __any_sync(unsigned, bool v) { return __ballot_sync(~0u, v) != 0; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
 inline int atomicAdd(int* p, int v) {
@@ -225,6 +227,8 @@ inline uint32_t pack(float low, float high) { return float_to_half(low) | (uint3
 inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   return pack(half_of(a, 0) * half_of(b, 0) + half_of(c, 0), half_of(a, 1) * half_of(b, 1) + half_of(c, 1));
 }
+inline uint32_t add(uint32_t a, uint32_t b) { return pack(half_of(a, 0) + half_of(b, 0), half_of(a, 1) + half_of(b, 1)); }
+inline uint32_t subtract(uint32_t a, uint32_t b) { return pack(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1)); }
 inline uint32_t multiply(uint32_t a, uint32_t b) { return pack(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 }  // namespace ptx
 

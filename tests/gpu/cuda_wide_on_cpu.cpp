@@ -1,4 +1,4 @@
-// cuda/wide_mma.cuh, its input and its finish (which wide.cuh shares), as a function on the CPU; source.inc is made by test_cuda_on_cpu.py.
+// cuda/wide_mma.cuh, its input and its finish (which wide.cuh shares), and cuda/reconstruct.cuh, as functions on the CPU; source.inc is made by test_cuda_on_cpu.py.
 #define __CUDA_ARCH__ 800
 #include "cuda_on_cpu.h"
 #include "source.inc"
@@ -52,5 +52,25 @@ EXL3_EXPORT int on_cpu(const exl3_linear_args* a) {
   if (w.k2 == 3 && bytes) return run<3, kDecodeBytes>(p);
   if (w.k2 == 8 && bytes) return run<8, kDecodeBytes>(p);
   if (w.k2 == 14 && !bytes) return run<14, kDecodePairs>(p);
+  return EXL3_UNSUPPORTED;
+}
+
+template <int K2, int MODE>
+static int rebuild(const exl3_reconstruct_args* a) {
+  const exl3_weight& w = *a->weight;
+  const ReconstructParams p = reconstruct_params(w, (uint16_t*)a->out);
+  for (int y = 0; y < w.in_padded / 128; y++)
+    for (int x = 0; x < w.out_padded / 128; x++) {
+      cuda_block = {x, y, 0};
+      run_cuda_block(kReconstructThreads, [&] { reconstruct_kernel<K2, MODE>(p); });
+    }
+  return EXL3_OK;
+}
+
+EXL3_EXPORT int reconstruct_on_cpu(const exl3_reconstruct_args* a) {
+  const bool bytes = a->weight->codebook == EXL3_MUL1;
+  if (a->weight->k2 == 3 && bytes) return rebuild<3, kDecodeBytes>(a);
+  if (a->weight->k2 == 8 && bytes) return rebuild<8, kDecodeBytes>(a);
+  if (a->weight->k2 == 14 && !bytes) return rebuild<14, kDecodePairs>(a);
   return EXL3_UNSUPPORTED;
 }

@@ -69,7 +69,7 @@ def attention(emulated: Library, tmp_path_factory: Any) -> WithAttention:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: Any) -> ctypes.CDLL:
-    sources = ["product.h", "trellis.cuh", "wide.h", "wide.cuh", "wide_input.cuh", "wide_mma.cuh"]
+    sources = ["product.h", "trellis.cuh", "wide.h", "wide.cuh", "wide_input.cuh", "wide_mma.cuh", "reconstruct.cuh"]
     return compiled(tmp_path_factory.mktemp("wide"), "cuda_wide_on_cpu", sources)
 
 
@@ -107,6 +107,17 @@ def test_wide(
     )  # fmt: skip
     assert wide.on_cpu(block) == 0
     assert relative(y, want) < (4e-3 if dtype == torch.bfloat16 else 7e-4)
+
+
+@pytest.mark.parametrize(
+    "codebook,K,n_in,n_out", [("mul1", 4, 200, 250), ("mul1", 1.5, 128, 128), ("mcg", 7, 130, 256), ("3inst", 7, 256, 2)]
+)
+def test_reconstruct(wide: ctypes.CDLL, codebook: str, K: float, n_in: int, n_out: int) -> None:
+    w = random_weight(n_in, n_out, K, codebook, "cpu")
+    out = torch.full((n_in, n_out), float("nan"), dtype=torch.float16)
+    struct = Library.weight(None, w)  # type: ignore[arg-type]
+    assert wide.reconstruct_on_cpu(blocks.RECONSTRUCT.pack(ctypes.addressof(struct), out.data_ptr(), blocks.DTYPES[out.dtype], 1)) == 0
+    assert relative(out, exact_weight(w)) < 6e-4
 
 
 @pytest.mark.parametrize(

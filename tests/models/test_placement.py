@@ -44,7 +44,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(memory, "available_bytes", lambda device: free[str(device)])
     monkeypatch.setattr(memory, "reserve_bytes", lambda device: 0)
     monkeypatch.setattr(memory, "workspace_bytes", lambda model: 0)
-    monkeypatch.setattr(memory, "card_workspace_bytes", lambda model, dense: 0)
+    monkeypatch.setattr(memory, "card_workspace_bytes", lambda model, dense, device: 0)
     monkeypatch.setattr("exl3.models.placement.PIECE", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     return free

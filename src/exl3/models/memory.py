@@ -10,7 +10,7 @@ import torch
 
 from exl3.cache import PAGE, Cache
 from exl3.errors import ResourceError
-from exl3.ops import staging
+from exl3.ops import folded, staging
 from exl3.ops.memory import available_bytes, reserve_bytes
 
 
@@ -42,17 +42,27 @@ def workspace_bytes(model: Any, tokens: int = 2048) -> int:
 GRAPHS = 40 << 20  # recorded steps of all sizes with their pool, and attention's partial results; measured
 
 
-def card_workspace_bytes(model: Any, dense: bool, tokens: int = 2048) -> int:
+def card_workspace_bytes(model: Any, dense: bool, device: torch.device, tokens: int = 2048) -> int:
     """The same on a card, within a few MB of what is measured: the peak of a prefill chunk is the stream, the rotary tables, the larger of
     q, k, v with the attention's result and the MLP's inner values, and the rotated inputs of the products (that of a small one is let go
-    when a larger one needs more); steps come on top. `dense`: gate and up are held apart."""
+    when a larger one needs more); steps come on top. Where products of many rows rebuild their matrices (ops.folded) the largest of them
+    and a normalised input are added, gate and up are held apart, and only smaller chunks have rotated inputs. `dense`: no EXL3 matrices."""
     c = model.config
     half = 2 * tokens
     attention = 2 * (c.num_attention_heads + c.kv_heads) * c.head_size
-    mlp = (3 if dense else 1) * c.intermediate_size
-    rotated = -(-c.hidden_size // 128) * 128 + -(-c.intermediate_size // 128) * 128
+    rotated = 2 * tokens * (-(-c.hidden_size // 128) * 128 + -(-c.intermediate_size // 128) * 128)
     tables = sum(rotary.dim for rotary in model.rotaries.values())
-    chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp) + (0 if dense else rotated))
+    sizes = [(c.hidden_size, n) for n in (c.intermediate_size, c.num_attention_heads * c.head_size, c.kv_heads * c.head_size)]
+    rebuilt = [2 * n_in * n_out for n_in, n_out in sizes if not dense and folded.measured(device) and folded.worth(tokens, n_in, n_out)]
+    if dense:
+        mlp, rotated = 3 * c.intermediate_size, 0
+    elif rebuilt:
+        mlp = 2 * c.intermediate_size + c.hidden_size
+        if len(rebuilt) == len(sizes):
+            rotated = rotated * min(tokens, folded.LEAST_ROWS) // tokens
+    else:
+        mlp = c.intermediate_size
+    chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp)) + rotated + max(rebuilt, default=0)
     return int(max(chunk, 4 * 64 * c.vocab_size) + GRAPHS)
 
 

@@ -92,9 +92,10 @@ def place(model: Any, checkpoint: Checkpoint, device: Any, tokens: int | None, s
 
 def _share_out(model: Any, checkpoint: Checkpoint, devices: list[torch.device], tokens: int, spread: bool) -> list[int]:
     """Blocks on each of `devices`; the embedding goes with the first block, norm and head with the last."""
-    on_card, on_cpu = memory.card_workspace_bytes(model, not checkpoint.is_exl3), max(memory.workspace_bytes(model), PIECE)
     free = [memory.available_bytes(d) - memory.reserve_bytes(d) for d in devices]
-    rooms = [max(0, n - (on_card if d.type == "cuda" else on_cpu)) for d, n in zip(devices, free)]
+    on_cpu, dense = max(memory.workspace_bytes(model), PIECE), not checkpoint.is_exl3
+    needs = [memory.card_workspace_bytes(model, dense, d) if d.type == "cuda" else on_cpu for d in devices]
+    rooms = [max(0, n - need) for n, need in zip(free, needs)]
     fixed, per_token = _block_bytes(model, checkpoint, devices[0])
     if sum(fixed) + tokens * sum(per_token) > sum(rooms):  # a shorter context, then
         tokens = max(PAGE, (sum(rooms) - sum(fixed)) // max(1, sum(per_token)))
@@ -174,7 +175,7 @@ def _workspace_bytes(model: Any, found: Found, device: torch.device) -> int:
     if device.type == "cpu":
         return max(memory.workspace_bytes(model), min(weights, PIECE))
     dense = any(files.kind == "dense" and linear is not model.lm_head for linear, files in found.linears.values())
-    return max(memory.card_workspace_bytes(model, dense), min(weights, PIECE) if dense else 0)
+    return max(memory.card_workspace_bytes(model, dense, device), min(weights, PIECE) if dense else 0)
 
 
 def resident_bytes(found: Found, device: torch.device) -> int:

@@ -126,12 +126,15 @@ def rotary_(
     native.launch(op, q.device, block, q, k, cos, sin, q_norm, k_norm)
 
 
-def act_mul(gate: Tensor, up: Tensor | None, activation: str, params: Sequence[float] | None = None) -> Tensor:
+def act_mul(
+    gate: Tensor, up: Tensor | None, activation: str, params: Sequence[float] | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """act(gate) * up, or act(gate) where up is None, for `(rows, n)` of one dtype. activation: silu, gelu (erf), gelu_tanh, relu, relu2
-    (squared) or xielu with params (alpha_p, alpha_n, beta, eps), softplus already applied."""
-    op = native.serving("act_mul", gate, up)
+    (squared) or xielu with params (alpha_p, alpha_n, beta, eps), softplus already applied. out: of gate's dtype; may be gate itself."""
+    op = native.serving("act_mul", gate, up, out)
     if op is None:
-        return reference.act_mul(gate, up, activation, params)
+        found = reference.act_mul(gate, up, activation, params)
+        return found if out is None else out.copy_(found)
     code = blocks.ACTIVATIONS.get(activation, 0)
     if code == 0:
         raise ArgumentError(f"act_mul: activation {activation!r}: use one of {', '.join(a for a in blocks.ACTIVATIONS if a)}")
@@ -144,9 +147,11 @@ def act_mul(gate: Tensor, up: Tensor | None, activation: str, params: Sequence[f
         up_stride = checks.rows("act_mul", "up", up, n, (gate.dtype,))
         if up.shape[0] != rows:
             raise ArgumentError(f"act_mul: up has {up.shape[0]} rows, gate has {rows}")
-    y = torch.empty((rows, n), dtype=gate.dtype, device=gate.device)
+    if out is not None and out.dtype != gate.dtype:
+        raise ArgumentError(f"act_mul: out must be {gate.dtype} as gate is, got {out.dtype}")
+    y, y_stride = output("act_mul", gate, n, out, False, None, in_place=True)
     block = blocks.ACT_MUL.pack(
-        gate.data_ptr(), 0 if up is None else up.data_ptr(), y.data_ptr(), gate_stride, up_stride, n,
+        gate.data_ptr(), 0 if up is None else up.data_ptr(), y.data_ptr(), gate_stride, up_stride, y_stride,
         rows, n, blocks.DTYPES[gate.dtype], code, *(params if params is not None else (0.0, 0.0, 0.0, 0.0)),
     )  # fmt: skip
     native.launch(op, gate.device, block, gate, up, y)

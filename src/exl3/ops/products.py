@@ -12,7 +12,7 @@ from torch import Tensor
 from exl3 import settings
 from exl3.codec.codebooks import MULTIPLIERS
 from exl3.errors import ArgumentError
-from exl3.ops import blocks, checks, native, reference
+from exl3.ops import blocks, checks, folded, native, reference
 from exl3.ops.weight import CODEBOOKS, Weight
 
 MAX_GROUP = 4
@@ -120,6 +120,9 @@ def linear(
             checks.apart("linear", "out", y, "x", x)
         if y_dtype not in blocks.DTYPES:
             raise ArgumentError(f"linear: out must be float32, float16 or bfloat16, got {y_dtype}")
+    if rows >= folded.LEAST_ROWS and folded.serves(x, group, norm, activation, y_dtype):
+        folded.linear(x, group, norm, eps, activation, outs, accumulate)
+        return outs[0] if single or activation is not None else outs
     pad = MAX_GROUP - count
     act, grade = blocks.ACTIVATIONS[activation], active_planes(x.device)
     key = (rows, blocks.DTYPES[x.dtype], blocks.DTYPES[y_dtype], grade, act, norm is not None)
