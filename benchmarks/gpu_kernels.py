@@ -1,6 +1,6 @@
 """Times the CUDA kernels by graph replay over distinct data larger than the L2 cache, and prints tables.
 
-    python benchmarks/gpu_kernels.py [--only linear,prefill,attention,encode] [--json FILE]
+    python benchmarks/gpu_kernels.py [--only linear,prefill,attention,prefill-attention,encode] [--json FILE]
 
 Each figure is the median of 15 replays. Random trellis bits: any bits are a legal code, and timing does not depend on them.
 """
@@ -8,6 +8,7 @@ Each figure is the median of 15 replays. Random trellis bits: any bits are a leg
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from harness import MULTIPLIERS, Library, cuda_library
 
-from exl3.ops import blocks
+from exl3.ops import blocks, folded
 
 ENOUGH = 320 << 20  # bytes of distinct weights: several times the L2 of any card
 
@@ -106,18 +107,36 @@ def linear(lib: Library) -> list[dict[str, Any]]:
     return found
 
 
+def folded_call(lib: Library, x: torch.Tensor, w: dict[str, Any], matrix: torch.Tensor) -> Callable[[], Any]:
+    """The matrix rebuilt with its rotations, then torch's product."""
+    struct, y = lib.weight(w), torch.empty(x.shape[0], w["out"], dtype=torch.half, device="cuda")
+    block = blocks.RECONSTRUCT.pack(ctypes.addressof(struct), matrix.data_ptr(), blocks.DTYPES[matrix.dtype], 1)
+
+    def call(keep: Any = struct) -> None:
+        lib.call("reconstruct", block)
+        torch.mm(x, matrix, out=y)
+
+    return call
+
+
 def prefill(lib: Library) -> list[dict[str, Any]]:
+    """The fused product, and from `folded.LEAST_ROWS` rows on what exl3.ops does instead where it is faster."""
     found = []
     for n_in, n_out, K, codebook in ((4096, 14336, 4, "mul1"), (4096, 14336, 4, "mcg"), (14336, 4096, 4, "mul1")):
         ws = random_weights(n_in, n_out, K, codebook, 4)
+        matrix = torch.empty(n_in, n_out, dtype=torch.half, device="cuda")
         for rows in (64, 128, 256, 512, 1024, 2048, 4096):
             x = torch.randn(rows, n_in, device="cuda").half()
-            us = replay([linear_call(lib, x, [w]) for w in ws])
-            tflops = 2 * rows * n_in * n_out / us / 1e6
-            found.append(
-                {"kernel": "prefill", "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows, "us": us, "TFLOP/s": tflops}
-            )
-            print(f"prefill {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
+            ways = {"prefill": [linear_call(lib, x, [w]) for w in ws]}
+            if rows >= folded.LEAST_ROWS:
+                ways["folded"] = [folded_call(lib, x, w, matrix) for w in ws]
+            for kernel, calls in ways.items():
+                us = replay(calls)
+                tflops = 2 * rows * n_in * n_out / us / 1e6
+                found.append(
+                    {"kernel": kernel, "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows, "us": us, "TFLOP/s": tflops}
+                )
+                print(f"{kernel} {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
     return found
 
 
@@ -172,6 +191,24 @@ def attention(lib: Library) -> list[dict[str, Any]]:
     return found
 
 
+def prefill_attention(lib: Library) -> list[dict[str, Any]]:
+    """One row's chunk of `tokens` from position `first` on, 32 heads over 8."""
+    found = []
+    for bits in ((16, 16), (4, 4)):
+        for tokens, first in ((512, 0), (2048, 0), (2048, 32768)):
+            pages = (tokens + first) // 256
+            layer, batch = make_layer(8, 128, bits, pages), make_batch(1, 1, pages)
+            batch.positions = torch.arange(first, first + tokens, dtype=torch.int32, device="cuda")
+            batch.token_row = torch.zeros_like(batch.positions)
+            q = torch.randn(tokens, 32, 128, device="cuda").half()
+            us = replay([attention_call(lib, q, layer, batch)[1]] * 4)
+            tflops = 4 * 32 * 128 * tokens * (first + tokens / 2) / us / 1e6
+            found.append({"kernel": "prefill attention", "tokens": tokens, "first": first, "bits": bits, "us": us, "TFLOP/s": tflops})
+            print(f"prefill attention {tokens} at {first}, cache {bits}: {us:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
+            lib.spaces.clear()
+    return found
+
+
 def encode(lib: Library) -> list[dict[str, Any]]:
     found = []
     for K in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8):
@@ -192,7 +229,7 @@ def encode(lib: Library) -> list[dict[str, Any]]:
     return found
 
 
-KINDS = {"linear": linear, "prefill": prefill, "attention": attention, "encode": encode}
+KINDS = {"linear": linear, "prefill": prefill, "attention": attention, "prefill-attention": prefill_attention, "encode": encode}
 
 
 def main() -> None:

@@ -148,8 +148,18 @@ __device__ __forceinline__ void decode_group(const uint8_t* group, uint16_t scal
   group_plane<BITS, 2>(words, pair);
   group_plane<BITS, 1>(words, pair);
   const uint32_t both = scale | (uint32_t)scale << 16;
+  if (compand > 0.f) {  // rounded once, after the scale: the few levels of two bits would repeat their errors everywhere
+    const float factor = __half22float2(*(const __half2*)&both).x;
 #pragma unroll
-  for (int i = 0; i < 16; i++) pair[i] = ptx::multiply(code_level<BITS>(pair[i], compand), both);
+    for (int i = 0; i < 16; i++) {
+      const uint32_t level = code_level<BITS>(pair[i], 0.f);
+      const float2 t = __half22float2(*(const __half2*)&level);
+      pair[i] = ptx::pack(factor * t.x * (compand + (1.f - compand) * t.x * t.x), factor * t.y * (compand + (1.f - compand) * t.y * t.y));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) pair[i] = ptx::multiply(code_level<BITS>(pair[i], 0.f), both);
+  }
 #pragma unroll
   for (int i = 0; i < 16; i++) out[i] = __byte_perm(pair[2 * i % 16], pair[2 * i % 16 + 1], i < 8 ? 0x5410 : 0x7632);
 }

@@ -136,13 +136,31 @@ __global__ void __launch_bounds__(Prefill<D>::kThreads, D <= 128 ? 2 : 1) prefil
       ptx::copy_commit();
     };
     const bool ahead = EXL3_MUCH_SHARED || p.stages == 2;  // else there is room for one tile only
+    auto query_of = [&](int r) { return (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D; };
+    const bool turned = CODES && p.side[0].bits != 16, copied = !turned && a.dtype == EXL3_F16 && a.q_stride % 8 == 0 && ((uintptr_t)a.q & 15) == 0;
+    if (copied) {  // with the first tile
+      for (int i = threadIdx.x; i < kPrefillRows * (D / 8); i += kThreads) {
+        const int r = i / (D / 8), piece = i % (D / 8);
+        ptx::copy_or_zero<16>(query + r * P::kPitch + piece * 16, (const uint16_t*)a.q + query_of(min(r, rows - 1)) + piece * 8, r < rows);
+      }
+    }
     if (ahead) fetch(first, 0);
-    for (int i = warp; i < kPrefillRows * (D / 32); i += P::kWarps) {
-      const int r = i / (D / 32), group = i % (D / 32);
-      float v = 0.f;
-      if (r < rows) v = load(a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D + group * 32 + lane, a.dtype);
-      if (CODES && p.side[0].bits != 16) v = hadamard32(v);
-      *(uint16_t*)(query + r * P::kPitch + (group * 32 + lane) * 2) = float_to_half(v);
+    if (!copied) {
+      constexpr int kTogether = 8;  // loads in flight
+      for (int i0 = warp * kTogether; i0 < kPrefillRows * (D / 32); i0 += P::kWarps * kTogether) {
+        float v[kTogether];
+#pragma unroll
+        for (int n = 0; n < kTogether; n++) {
+          const int r = (i0 + n) / (D / 32), group = (i0 + n) % (D / 32);
+          v[n] = r < rows ? load(a.q, query_of(r) + group * 32 + lane, a.dtype) : 0.f;
+        }
+#pragma unroll
+        for (int n = 0; n < kTogether; n++) {
+          const int r = (i0 + n) / (D / 32), group = (i0 + n) % (D / 32);
+          if (turned) v[n] = hadamard32(v[n]);
+          *(uint16_t*)(query + r * P::kPitch + (group * 32 + lane) * 2) = float_to_half(v[n]);
+        }
+      }
     }
     int limit[kFrags][2];
     float out[kFrags][D / 8][4], best[kFrags][2], total[kFrags][2];
@@ -269,7 +287,7 @@ __global__ void __launch_bounds__(Prefill<D>::kThreads, D <= 128 ? 2 : 1) prefil
             total[f][e >> 1] += score[f][n][e];
           }
       }
-auto read_values = [&](int i) {  // positions 0-7 and 8-15 of dims 16t .. +7, then of the next eight
+      auto read_values = [&](int i) {  // positions 0-7 and 8-15 of dims 16t .. +7, then of the next eight
         const int n = i / (D / 16), t = i % (D / 16);
         ptx::load_matrices_transposed(b[i & 1], values + (n * 16 + (lane & 7) + ((lane >> 3) & 1) * 8) * P::kPitch + t * 32 + (lane >> 4) * 16);
       };

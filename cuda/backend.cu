@@ -49,6 +49,8 @@ static exl3_backend make_table() {
   b.linear_workspace = linear_workspace;
   b.linear = linear;
   b.reconstruct = reconstruct;
+  b.rotary = rotary;
+  b.cache_append = cache_append;
   b.attention_workspace = attention_workspace;
   b.attention = attention;
   b.encode_workspace = encode_workspace;

@@ -9,15 +9,20 @@ void fill(exl3_backend& table);
 int64_t plain_linear_workspace(const exl3_linear_args* a);
 int plain_linear(const exl3_linear_args* a, void* stream);
 int plain_reconstruct(const exl3_reconstruct_args* a, void* stream);
+int few_rotary(const exl3_rotary_args* a, void* stream);
+int few_cache_append(const exl3_cache_append_args* a, void* stream);
 int plain_attention(const exl3_attention_args* a, void* stream);
 int checked_linear(const exl3_linear_args* a);
 int checked_weight(const char* op, const exl3_weight* w);
+int checked_cache(const char* op, const exl3_cache_layer& c);
 int checked_attention(const exl3_attention_args* a);
 }  // namespace portable
 
 int64_t linear_workspace(const exl3_linear_args* a);  // linear.cu
 int linear(const exl3_linear_args* a, void* stream);
 int reconstruct(const exl3_reconstruct_args* a, void* stream);  // wide.cu
+int rotary(const exl3_rotary_args* a, void* stream);  // rotary.cu
+int cache_append(const exl3_cache_append_args* a, void* stream);
 int64_t attention_workspace(const exl3_attention_args* a);  // attention.cu
 int attention(const exl3_attention_args* a, void* stream);
 int64_t encode_workspace(const exl3_encode_args* a);  // encode.cu

@@ -37,8 +37,6 @@ void fill(exl3_backend& b) {
   b.rotate = rotate;
   b.rms_norm = rms_norm;
   b.rotary_table = rotary_table;
-  b.rotary = rotary;
-  b.cache_append = cache_append;
   b.cache_read = cache_read;
   b.act_mul = act_mul;
   b.embedding = embedding;
@@ -49,9 +47,12 @@ void fill(exl3_backend& b) {
 int64_t plain_linear_workspace(const exl3_linear_args* a) { return linear_workspace(a); }
 int plain_linear(const exl3_linear_args* a, void* stream) { return linear(a, stream); }
 int plain_reconstruct(const exl3_reconstruct_args* a, void* stream) { return reconstruct(a, stream); }
+int few_rotary(const exl3_rotary_args* a, void* stream) { return rotary(a, stream); }
+int few_cache_append(const exl3_cache_append_args* a, void* stream) { return cache_append(a, stream); }
 int plain_attention(const exl3_attention_args* a, void* stream) { return attention_plain(a, stream); }
 int checked_linear(const exl3_linear_args* a) { return check_linear(a); }
 int checked_weight(const char* op, const exl3_weight* w) { return check_weight(op, w); }
+int checked_cache(const char* op, const exl3_cache_layer& c) { return check_cache(op, c); }
 int checked_attention(const exl3_attention_args* a) { return check_attention(a); }
 
 }  // namespace exl3::portable

@@ -47,7 +47,8 @@ GPU_FN void embedding(const exl3_embedding_args& a) {
   float v[4] = {0.f, 0.f, 0.f, 0.f};
   if (id >= 0 && id < a.vocab) load4(row_of(a.table, (int64_t)id * a.n, a.table_dtype), i, a.n, a.table_dtype, v);
   void* y = row_of(a.y, token * a.y_stride, a.y_dtype);
-  for (int e = 0; e < 4 && i + e < a.n; e++) store(y, i + e, a.y_dtype, v[e] * a.scale);
+  for (int e = 0; e < 4; e++) v[e] *= a.scale;
+  store4(y, i, a.n, a.y_dtype, v);
 }
 
 // A ring-quantized table (format 4.8): one block of 256 threads a token and ring, one thread a value.

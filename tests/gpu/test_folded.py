@@ -47,9 +47,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
 
 def weights() -> tuple[list[dict[str, Any]], list[ops.Weight]]:
     made = [random_weight(1024, n, 4, "mul1", "cuda", bias=bias) for n, bias in ((512, True), (256, False), (264, True))]
-    return made, [
-        ops.Weight(w["trellis"], w["suh"], w["svh"], w["bias"], w["in"], w["out"], w["codebook"], w["multiplier"]) for w in made
-    ]
+    return made, [ops.Weight(w["trellis"], w["suh"], w["svh"], w["bias"], w["in"], w["out"], w["codebook"], w["multiplier"]) for w in made]
 
 
 def exact(x: torch.Tensor, w: dict[str, Any]) -> torch.Tensor:

@@ -72,10 +72,21 @@ def test_rotary_table(lib: Library) -> None:
 
 
 @pytest.mark.parametrize(
-    "dim,rotary_dim,interleaved,norm", [(64, 64, False, True), (80, 32, False, False), (128, 96, True, True), (512, 512, False, True)]
+    "tokens,dim,rotary_dim,interleaved,norm",
+    [
+        (5, 64, 64, False, True),
+        (5, 80, 32, False, False),
+        (5, 128, 96, True, True),
+        (5, 512, 512, False, True),
+        (70, 128, 128, False, False),  # from 65 on CUDA has kernels of its own
+        (70, 96, 96, False, False),
+        (70, 128, 64, False, False),
+        (70, 256, 256, False, True),
+        (70, 128, 64, False, True),
+    ],
 )
-def test_rotary(lib: Library, dim: int, rotary_dim: int, interleaved: bool, norm: bool) -> None:
-    tokens, heads, kv = 5, 3, 2
+def test_rotary(lib: Library, tokens: int, dim: int, rotary_dim: int, interleaved: bool, norm: bool) -> None:
+    heads, kv = 3, 2
     qkv = torch.randn(tokens, (heads + kv) * dim + 8, device=lib.device).half()
     q, k = qkv[:, : heads * dim].view(tokens, heads, dim), qkv[:, heads * dim : (heads + kv) * dim].view(tokens, kv, dim)
     angle = torch.rand(tokens, rotary_dim // 2, device=lib.device) * 6
@@ -131,10 +142,11 @@ def append(lib: Library, c: SimpleNamespace, k: torch.Tensor, v: torch.Tensor, b
 
 
 @pytest.mark.parametrize("k_bits,v_bits,compand", [(16, 16, 0.0), (8, 4, 0.0), (4, 3, 0.65), (7, 2, 0.0), (6, 5, 0.0), (16, 4, 0.0)])
-def test_cache(lib: Library, k_bits: int, v_bits: int, compand: float) -> None:
+@pytest.mark.parametrize("more", [3, 80])  # from 65 tokens on CUDA has a kernel of its own
+def test_cache(lib: Library, k_bits: int, v_bits: int, compand: float, more: int) -> None:
     kv, dim = 2, 64
     got, want = (make_cache(lib, kv, dim, k_bits, v_bits, compand) for _ in range(2))
-    b = make_batch(lib, [(250, 12), (0, 3)])
+    b = make_batch(lib, [(250, 12), (0, more)])
     k, v = (torch.randn(len(b.positions), kv, dim, device=lib.device).half() for _ in range(2))
     append(lib, got, k, v, b)
     reference.cache_append(want, k, v, b)
