@@ -49,7 +49,9 @@ static exl3_backend make_table() {
   b.linear_workspace = linear_workspace;
   b.linear = linear;
   b.reconstruct = reconstruct;
+  b.rms_norm = rms_norm;
   b.rotary = rotary;
+  b.act_mul = act_mul;
   b.cache_append = cache_append;
   b.attention_workspace = attention_workspace;
   b.attention = attention;

@@ -9,7 +9,9 @@ void fill(exl3_backend& table);
 int64_t plain_linear_workspace(const exl3_linear_args* a);
 int plain_linear(const exl3_linear_args* a, void* stream);
 int plain_reconstruct(const exl3_reconstruct_args* a, void* stream);
+int few_rms_norm(const exl3_rms_norm_args* a, void* stream);
 int few_rotary(const exl3_rotary_args* a, void* stream);
+int few_act_mul(const exl3_act_mul_args* a, void* stream);
 int few_cache_append(const exl3_cache_append_args* a, void* stream);
 int plain_attention(const exl3_attention_args* a, void* stream);
 int checked_linear(const exl3_linear_args* a);
@@ -21,7 +23,9 @@ int checked_attention(const exl3_attention_args* a);
 int64_t linear_workspace(const exl3_linear_args* a);  // linear.cu
 int linear(const exl3_linear_args* a, void* stream);
 int reconstruct(const exl3_reconstruct_args* a, void* stream);  // wide.cu
-int rotary(const exl3_rotary_args* a, void* stream);  // rotary.cu
+int rms_norm(const exl3_rms_norm_args* a, void* stream);  // many.cu
+int rotary(const exl3_rotary_args* a, void* stream);
+int act_mul(const exl3_act_mul_args* a, void* stream);
 int cache_append(const exl3_cache_append_args* a, void* stream);
 int64_t attention_workspace(const exl3_attention_args* a);  // attention.cu
 int attention(const exl3_attention_args* a, void* stream);

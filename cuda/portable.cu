@@ -35,10 +35,8 @@ void fill(exl3_backend& b) {
   b.sample_workspace = sample_workspace;
   b.dense = dense;
   b.rotate = rotate;
-  b.rms_norm = rms_norm;
   b.rotary_table = rotary_table;
   b.cache_read = cache_read;
-  b.act_mul = act_mul;
   b.embedding = embedding;
   b.add = add;
   b.softcap = softcap;
@@ -47,7 +45,9 @@ void fill(exl3_backend& b) {
 int64_t plain_linear_workspace(const exl3_linear_args* a) { return linear_workspace(a); }
 int plain_linear(const exl3_linear_args* a, void* stream) { return linear(a, stream); }
 int plain_reconstruct(const exl3_reconstruct_args* a, void* stream) { return reconstruct(a, stream); }
+int few_rms_norm(const exl3_rms_norm_args* a, void* stream) { return rms_norm(a, stream); }
 int few_rotary(const exl3_rotary_args* a, void* stream) { return rotary(a, stream); }
+int few_act_mul(const exl3_act_mul_args* a, void* stream) { return act_mul(a, stream); }
 int few_cache_append(const exl3_cache_append_args* a, void* stream) { return cache_append(a, stream); }
 int plain_attention(const exl3_attention_args* a, void* stream) { return attention_plain(a, stream); }
 int checked_linear(const exl3_linear_args* a) { return check_linear(a); }

@@ -23,11 +23,14 @@ inline ReconstructParams reconstruct_params(const exl3_weight& w, uint16_t* out)
           bytes ? (kMul1Shift / kMul1Scale + 1534.f) * 1024.f : 0.f};
 }
 
+#ifndef EXL3_REC_BLOCKS
+#define EXL3_REC_BLOCKS 3
+#endif
 #ifdef __CUDACC__
 template <int K2, int MODE>
-__global__ void __launch_bounds__(kReconstructThreads, 3) reconstruct_kernel(const __grid_constant__ ReconstructParams p) {
+__global__ void __launch_bounds__(kReconstructThreads, EXL3_REC_BLOCKS) reconstruct_kernel(const __grid_constant__ ReconstructParams p) {
 #if __CUDA_ARCH__ >= 800
-  constexpr int kPitch = 68;  // words: rows 4 banks apart
+  constexpr int kPitch = 72;  // words: rows 8 banks apart
   __shared__ uint32_t space[128 * kPitch];  // [input][tile of its row][pair of columns]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   ptx::launch_dependents();
@@ -43,10 +46,7 @@ __global__ void __launch_bounds__(kReconstructThreads, 3) reconstruct_kernel(con
 #pragma unroll
     for (int e = 0; e < 4; e++) {  // columns g, g + 8 of inputs 2q, 2q + 1, then of inputs 2q + 8, 2q + 9
       const int j = 4 * (e & 1) + 2 * (e >> 1);
-      if (MODE == kDecodeBytes)
-        v[t][e] = ptx::add(decode_bytes(s[j], s[j + 1], p.multiplier), 0xe5fee5feu);  // -1534: byte sums less 510
-      else
-        v[t][e] = decode_pairs(s[j], s[j + 1], p.multiplier, p.addend);
+      v[t][e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], p.multiplier) : decode_pairs(s[j], s[j + 1], p.multiplier, p.addend);
     }
   }
 #pragma unroll
@@ -57,11 +57,17 @@ __global__ void __launch_bounds__(kReconstructThreads, 3) reconstruct_kernel(con
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const uint32_t a = v[t][e], b = v[t | m][e];
-          v[t][e] = ptx::add(a, b);
+          // mul1 comes as 1024 and a sum of bytes: 510 and less remain of it where 1534 is taken off each, -3068 at once
+          v[t][e] = ptx::add(a, MODE == kDecodeBytes && m == 1 ? ptx::add(b, 0xe9fee9feu) : b);
           v[t | m][e] = ptx::subtract(a, b);
         }
   // a quarter with the signs of row g and columns 2q, 2q + 1 of the 16-point matrix; its other three quarters are the same, the last negative
-  const uint32_t quarter = 0x34003400u ^ (__popc(g & (2 * q)) & 1 ? 0x80008000u : 0u) ^ (g & 1 ? 0x80000000u : 0u), negative = quarter ^ 0x80008000u;
+  constexpr uint32_t kMinus = 0x80008000u;
+  auto signs = [](int a, int b) { return __popc(a & b) & 1 ? kMinus : 0u; };
+  const uint32_t quarter = 0x34003400u ^ signs(g, 2 * q) ^ (g & 1 ? 0x80000000u : 0u), negative = quarter ^ kMinus;
+  // and as second operand, with columns in such an order that a lane gets 4q .. 4q + 3 of the result
+  const int column = 4 * (g >> 1) + (g & 1);
+  const uint32_t second = 0x34003400u ^ signs(column, 2 * q) ^ (g & 1 ? 0x80000000u : 0u), below = second ^ signs(g, 4), flip = signs(q, 1);
 #pragma unroll
   for (int t = 0; t < 8; t++) {
     float d[2][4] = {};
@@ -70,43 +76,48 @@ __global__ void __launch_bounds__(kReconstructThreads, 3) reconstruct_kernel(con
     uint32_t a[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) a[e] = ptx::pack(d[e >> 1][2 * (e & 1)], d[e >> 1][2 * (e & 1) + 1]);
+    float f[2][4] = {};
+    ptx::mma(f[0], a[0], a[1], a[2], a[3], second, below);
+    ptx::mma(f[1], a[0], a[1], a[2], a[3], second ^ flip, below ^ flip);
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      float f[4] = {};
-      ptx::mma(f, a[0], a[1], a[2], a[3], quarter, n ? negative : quarter);
-      uint32_t* to = space + (t * 16 + g) * kPitch + warp * 8 + n * 4 + q;
-      to[0] = ptx::pack(f[0], f[1]);
-      to[8 * kPitch] = ptx::pack(f[2], f[3]);
-    }
+    for (int h = 0; h < 2; h++)
+      *(uint2*)(space + (t * 16 + g + 8 * h) * kPitch + warp * 8 + 2 * q) = {ptx::pack(f[0][2 * h], f[0][2 * h + 1]), ptx::pack(f[1][2 * h], f[1][2 * h + 1])};
   }
-  // inner: (tile, column of the pair); lane q has tiles q and q + 4, and of the result column g & 1 of tiles g / 2 and g / 2 + 4
-  const uint32_t one = (__popc(q & (g >> 1)) & 1 ? 0xbc00u : 0x3c00u) << (g & 1 ? 16 : 0), minus = one ^ (g & 1 ? 0x80000000u : 0x8000u);
-  const int column0 = blockIdx.x * 128 + 16 * q + 2 * g, row0 = blockIdx.y * 128 + warp * 16;
-  float svh[2][2];
+  // inner: (tile, column of the pair); lane q has tiles q and q + 4, and of the result column g & 1 of tiles g / 2 and g / 2 + 4.
+  // Rows of the product: pairs 2 (g & 3) of rows g / 4, then the pairs after them
+  const uint32_t one = (signs(q, g >> 1) & 0x8000u ? 0xbc00u : 0x3c00u) << (g & 1 ? 16 : 0), minus = one ^ (g & 1 ? 0x80000000u : 0x8000u);
+  const int column0 = blockIdx.x * 128 + 16 * q + 4 * (g & 3), row0 = blockIdx.y * 128 + warp * 16 + (g >> 2);
+  float svh[2][4];
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
-    for (int e = 0; e < 2; e++) svh[n][e] = half_to_float(p.svh[column0 + 64 * n + e]) * p.scale;
+    for (int e = 0; e < 4; e++) svh[n][e] = half_to_float(p.svh[column0 + 64 * n + e]) * p.scale;
+  const bool whole = p.out_features % 4 == 0;
   ptx::wait_for_previous();  // it may still read what `out` held
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < 8; r++) {
-    const uint32_t* from = space + (warp * 16 + r) * kPitch + q * 8 + g;
-    const uint32_t a[4] = {from[0], from[8 * kPitch], from[32], from[8 * kPitch + 32]};
+  for (int r = 0; r < 16; r += 2) {
+    const uint32_t* from = space + (warp * 16 + r + (g >> 2)) * kPitch + q * 8 + 2 * (g & 3);
+    const uint2 low = *(const uint2*)from, high = *(const uint2*)(from + 32);
     float f[2][4] = {};
 #pragma unroll
-    for (int n = 0; n < 2; n++) ptx::mma(f[n], a[0], a[1], a[2], a[3], one, n ? minus : one);
+    for (int n = 0; n < 2; n++) ptx::mma(f[n], low.x, low.y, high.x, high.y, one, n ? minus : one);
     if (r == 0 && threadIdx.x == 0) f[0][0] += p.shift;
+    const int row = row0 + r;
+    if (row >= p.in_features) continue;
+    const float suh = half_to_float(p.suh[row]);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = row0 + r + 8 * h;
-      if (row >= p.in_features) continue;
-      const float suh = half_to_float(p.suh[row]);
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-        if (column0 + 64 * n < p.out_features)
-          *(uint32_t*)(p.out + (int64_t)row * p.out_features + column0 + 64 * n) =
-              ptx::pack(f[n][2 * h] * suh * svh[n][0], f[n][2 * h + 1] * suh * svh[n][1]);
+    for (int n = 0; n < 2; n++) {
+      const int c = column0 + 64 * n;
+      uint16_t* to = p.out + (int64_t)row * p.out_features + c;
+      const uint2 four = {ptx::pack(f[n][0] * (suh * svh[n][0]), f[n][1] * (suh * svh[n][1])),
+                          ptx::pack(f[n][2] * (suh * svh[n][2]), f[n][3] * (suh * svh[n][3]))};
+      if (whole) {
+        if (c < p.out_features) *(uint2*)to = four;
+      } else {
+        if (c < p.out_features) *(uint32_t*)to = four.x;
+        if (c + 2 < p.out_features) *(uint32_t*)(to + 2) = four.y;
+      }
     }
   }
 #endif

@@ -258,41 +258,16 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
     SliceScale row_scale{};
     const int row = place.row_tile * ROWS + thread;
     if (piece.first == 0 && thread < ROWS && row < p.rows) row_scale = p.scales[(int64_t)(p.rotations > 1 ? place.matrix : 0) * p.rows + row];
-    // a half step's words are read while those of the half before are decoded
-    uint32_t words[2][Run<K2>::kRead];
-    auto read_half = [&](int which, int half) {
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        read_words<K2>((const uint32_t*)(space.ring + which * kStage + kImage + (2 * half + r) * kTileRow + warp * 16 * K2), run, words[r]);
-    };
-    ptx::barrier_wait(space.full + stage, phase);
-    read_half(stage, 0);
     for (int step = piece.first; step < piece.last; step++) {
-      const uint64_t b = wgmma_operand(space.ring + stage * kStage);
-      const int before = stage ? stage - 1 : kStages - 1;
+      ptx::barrier_wait(space.full + stage, phase);
+      const uint8_t* in = space.ring + stage * kStage;
+      const uint64_t b = wgmma_operand(in);
 #pragma unroll
       for (int half = 0; half < 2; half++) {  // two products at a time keep the tensor cores busy while the next operands are made
-        uint32_t now[2][Run<K2>::kRead];
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-          for (int j = 0; j < Run<K2>::kRead; j++) now[r][j] = words[r][j];
-        if (half == 0) {
-          read_half(stage, 1);
-        } else {
-          if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-          }
-          if (step + 1 < piece.last) {
-            ptx::barrier_wait(space.full + stage, phase);
-            read_half(stage, 0);
-          }
-        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           uint32_t s[8];
-          states_of<K2>(now[r], run, s);
+          read_states<K2>((const uint32_t*)(in + kImage + (2 * half + r) * kTileRow + warp * 16 * K2), run, s);
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             const int j = 4 * (e & 1) + 2 * (e >> 1);
@@ -304,7 +279,11 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
         wgmma(d, a[half][1], b + half * 4 + 2, 1);
         wgmma_commit();
         wgmma_wait<1>();
-        if (half == 0 && step > piece.first) release(before);  // the stage before is consumed
+        if (half == 0 && step > piece.first) release(stage ? stage - 1 : kStages - 1);  // the stage before is consumed
+      }
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
       }
     }
     wgmma_wait<0>();

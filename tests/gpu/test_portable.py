@@ -46,6 +46,19 @@ def test_rms_norm(lib: Library, dtype: torch.dtype, mode: str) -> None:
         assert relative(residual, want_residual) < 1e-6
 
 
+@pytest.mark.parametrize("n", [1000, 8192, 8200])
+def test_rms_norm_of_many_rows(lib: Library, n: int) -> None:
+    """fp32 to fp16: from 65 rows on CUDA has a kernel of its own, up to 8192 columns."""
+    x = (torch.randn(70, n + 8, device=lib.device) * 3)[:, :n]
+    for w in (torch.randn(n, device=lib.device), None):
+        y = nan(70, n + 4, dtype=torch.float16, device=lib.device)[:, :n]
+        block = blocks.RMS_NORM.pack(
+            x.data_ptr(), 0, 0 if w is None else w.data_ptr(), y.data_ptr(), n + 8, 0, n + 4, 70, n, 0, D[torch.float16], 1e-5, 0, 0
+        )
+        lib.call("rms_norm", block)
+        assert relative(y, reference.rms_norm(x.double(), None if w is None else w.double(), 1e-5)) < 5e-4
+
+
 @pytest.mark.parametrize("n,n_padded", [(128, 128), (200, 256), (384, 512)])
 def test_rotate(lib: Library, n: int, n_padded: int) -> None:
     x = torch.randn(5, n, device=lib.device)
@@ -200,24 +213,16 @@ def test_attention(lib: Library, case: tuple) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_act_mul(lib: Library, activation: str, dtype: torch.dtype) -> None:
-    gate, up = (torch.randn(3, 77, device=lib.device).to(dtype) * 3 for _ in range(2))
+@pytest.mark.parametrize("rows,n", [(3, 77), (70, 2088)])  # from 65 rows of fp16 on CUDA has a kernel of its own
+def test_act_mul(lib: Library, activation: str, dtype: torch.dtype, rows: int, n: int) -> None:
+    gate, up = (torch.randn(rows, n, device=lib.device).to(dtype) * 3 for _ in range(2))
     params = (0.8, 0.7, 0.5, -1e-6)
     for u in (up, None):
-        y = nan(3, 77, dtype=dtype, device=lib.device)
+        y = nan(rows, n, dtype=dtype, device=lib.device)
         block = blocks.ACT_MUL.pack(
-            gate.data_ptr(),
-            0 if u is None else u.data_ptr(),
-            y.data_ptr(),
-            77,
-            77,
-            77,
-            3,
-            77,
-            D[dtype],
-            blocks.ACTIVATIONS[activation],
-            *params,
-        )
+            gate.data_ptr(), 0 if u is None else u.data_ptr(), y.data_ptr(), n, n, n, rows, n, D[dtype],
+            blocks.ACTIVATIONS[activation], *params,
+        )  # fmt: skip
         lib.call("act_mul", block)
         want = reference.act_mul(gate.float(), None if u is None else u.float(), activation, params)
         assert relative(y, want) < {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]

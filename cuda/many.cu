@@ -1,5 +1,5 @@
-// Rotation of q and k, and their way into an fp16 cache, for many tokens: sixteen bytes a thread at a time. Everything else, few tokens
-// among it, goes to the portable kernels.
+// RMSNorm of the stream, rotation of q and k, their way into an fp16 cache and the MLP's activation for many tokens: sixteen bytes a thread
+// at a time. Everything else, few tokens among it, goes to the portable kernels.
 #include "parts.h"
 #include "ptx.cuh"
 
@@ -15,6 +15,33 @@ struct alignas(16) Halves {
 struct alignas(16) Floats {
   float v[kEight];
 };
+
+// One block a row of fp32, held in registers between its sum of squares and the result.
+constexpr int kNormThreads = 256, kNormHeld = 8, kMostNormed = kNormThreads * 4 * kNormHeld;
+__global__ void __launch_bounds__(kNormThreads) norm_many(const __grid_constant__ exl3_rms_norm_args a) {
+  __shared__ float space[kNormThreads / 32];
+  ptx::launch_dependents();
+  ptx::wait_for_previous();
+  const float* x = (const float*)a.x + blockIdx.x * a.x_stride;
+  uint16_t* y = (uint16_t*)a.y + blockIdx.x * a.y_stride;
+  float4 v[kNormHeld];
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < kNormHeld; n++) {
+    const int i = (n * kNormThreads + threadIdx.x) * 4;
+    v[n] = i < a.n ? *(const float4*)(x + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#pragma unroll
+  for (int n = 0; n < kNormHeld; n++) sum += v[n].x * v[n].x + v[n].y * v[n].y + v[n].z * v[n].z + v[n].w * v[n].w;
+  const float scale = rsqrtf(block_sum<kNormThreads>(sum, space) / (float)a.n + a.eps);
+#pragma unroll
+  for (int n = 0; n < kNormHeld; n++) {
+    const int i = (n * kNormThreads + threadIdx.x) * 4;
+    if (i >= a.n) break;
+    const float4 w = a.weight ? *(const float4*)(a.weight + i) : make_float4(1.f, 1.f, 1.f, 1.f);
+    *(uint2*)(y + i) = {ptx::pack(v[n].x * scale * w.x, v[n].y * scale * w.y), ptx::pack(v[n].z * scale * w.z, v[n].w * scale * w.w)};
+  }
+}
 
 // One block a token; a thread takes eight pairs (i, i + half) of every so many heads, their cosines and sines in registers.
 __global__ void __launch_bounds__(kRotaryThreads) rotary_many(const __grid_constant__ exl3_rotary_args a) {
@@ -100,7 +127,40 @@ __global__ void __launch_bounds__(256) append_many(const __grid_constant__ exl3_
   *(Halves*)((uint16_t*)(side ? a.cache.v : a.cache.k) + (place * pieces + piece) * kEight) = *(const Halves*)(from + piece * kEight);
 }
 
+// act(gate) * up: a thread takes eight values of each of four rows.
+constexpr int kActThreads = 256, kActRows = 4;
+template <int ACT>
+__global__ void __launch_bounds__(kActThreads) act_mul_many(const __grid_constant__ exl3_act_mul_args a) {
+  ptx::launch_dependents();
+  ptx::wait_for_previous();
+  const int i = (blockIdx.x * kActThreads + threadIdx.x) * kEight;
+  const int64_t row = (int64_t)blockIdx.y * kActRows;
+  const int rows = min(kActRows, a.rows - (int)row);
+  if (i >= a.n) return;
+  Halves gate[kActRows], up[kActRows];
+#pragma unroll
+  for (int r = 0; r < kActRows; r++) {
+    const int64_t from = row + min(r, rows - 1);
+    gate[r] = *(const Halves*)((const uint16_t*)a.gate + from * a.gate_stride + i);
+    up[r] = *(const Halves*)((const uint16_t*)a.up + from * a.up_stride + i);
+  }
+#pragma unroll
+  for (int r = 0; r < kActRows; r++) {
+#pragma unroll
+    for (int e = 0; e < kEight; e++)
+      gate[r].v[e] = float_to_half(activate(half_to_float(gate[r].v[e]), ACT, a.params) * half_to_float(up[r].v[e]));
+    if (r < rows) *(Halves*)((uint16_t*)a.y + (row + r) * a.y_stride + i) = gate[r];
+  }
+}
+
 static bool even(const void* p, int64_t stride) { return ((uintptr_t)p & 15) == 0 && stride % kEight == 0; }
+
+int rms_norm(const exl3_rms_norm_args* a, void* stream) {
+  const bool here = a->rows > kFewTokens && a->n % 4 == 0 && a->n <= kMostNormed && a->x_dtype == EXL3_F32 && a->y_dtype == EXL3_F16 && !a->residual &&
+                    !a->subtract_mean && !a->accumulate && even(a->x, 0) && a->x_stride % 4 == 0 && even(a->y, 0) && a->y_stride % 4 == 0 && even(a->weight, 0);
+  if (!here) return portable::few_rms_norm(a, stream);
+  return launch(norm_many, dim3(a->rows), kNormThreads, 0, 1, *a, stream, "rms_norm");
+}
 
 int rotary(const exl3_rotary_args* a, void* stream) {
   const int half = a->rotary_dim / 2, slices = half / kEight;
@@ -120,6 +180,17 @@ int cache_append(const exl3_cache_append_args* a, void* stream) {
   if (!here) return portable::few_cache_append(a, stream);
   if (const int status = portable::checked_cache("cache_append", c)) return status;
   return launch(append_many, dim3((c.kv_heads * c.head_dim / 4 + 255) / 256, a->tokens), 256, 0, 1, *a, stream, "cache_append");
+}
+
+int act_mul(const exl3_act_mul_args* a, void* stream) {
+  void (*const kernels[])(exl3_act_mul_args) = {act_mul_many<EXL3_ACT_SILU>, act_mul_many<EXL3_ACT_GELU>, act_mul_many<EXL3_ACT_GELU_TANH>,
+                                                act_mul_many<EXL3_ACT_RELU2>, nullptr, act_mul_many<EXL3_ACT_RELU>};
+  const int which = a->activation - EXL3_ACT_SILU;
+  const bool here = a->rows > kFewTokens && a->rows <= 65535 && a->dtype == EXL3_F16 && a->up && a->n % kEight == 0 && which >= 0 && which < 6 &&
+                    kernels[which] && even(a->gate, a->gate_stride) && even(a->up, a->up_stride) && even(a->y, a->y_stride);
+  if (!here) return portable::few_act_mul(a, stream);
+  return launch(kernels[which], dim3((a->n / kEight + kActThreads - 1) / kActThreads, (a->rows + kActRows - 1) / kActRows), kActThreads, 0, 1, *a,
+                stream, "act_mul");
 }
 
 }  // namespace exl3
