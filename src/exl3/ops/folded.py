@@ -2,7 +2,7 @@
 
 `x @ W` through `Weight.reconstruct(original_basis=True)` and cuBLAS. One matrix at a time lies in memory, taken from torch's caching
 allocator. Never in recorded steps: their rows are few. Which shapes gain was measured on an H200, so other cards keep the kernel that
-decodes as it multiplies.
+decodes as it multiplies; so does EXL3_NO_FUSED_RECONSTRUCT.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl3 import settings
 from exl3.ops import native
 
 LEAST_ROWS = 512
@@ -26,7 +27,9 @@ _MIXED = hasattr(torch.ops.aten.addmm, "dtype_out")  # fp16 operands, fp32 resul
 
 @functools.cache
 def measured(device: torch.device) -> bool:
-    """Whether `device` is a card of the kind on which this was found faster."""
+    """Whether `device` is a card of the kind on which this was found faster, and the settings allow it."""
+    if settings.get("EXL3_NO_FUSED_RECONSTRUCT", "cuda"):
+        return False
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
 
 
