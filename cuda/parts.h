@@ -22,7 +22,7 @@ int checked_attention(const exl3_attention_args* a);
 
 int64_t linear_workspace(const exl3_linear_args* a);  // linear.cu
 int linear(const exl3_linear_args* a, void* stream);
-int reconstruct(const exl3_reconstruct_args* a, void* stream);  // wide.cu
+int reconstruct(const exl3_reconstruct_args* a, void* stream);  // reconstruct.cu
 int rms_norm(const exl3_rms_norm_args* a, void* stream);  // many.cu
 int rotary(const exl3_rotary_args* a, void* stream);
 int act_mul(const exl3_act_mul_args* a, void* stream);

@@ -5,15 +5,25 @@
 // tile on both sides by products with the 16-point matrix; and, through shared memory, over the tiles of a row by a product again. A lane's
 // weights of a tile are the second operand of the first product as they come, and its result the first operand of the next.
 #pragma once
+#include "product.h"
 #include "ptx.cuh"
 #include "trellis.cuh"
-#include "wide.h"
 
 #include "../cpp/gpu/numbers.h"
 
 namespace exl3 {
 
 constexpr int kReconstructThreads = 256;
+
+struct ReconstructParams {
+  const uint8_t* trellis;
+  const uint16_t *suh, *svh;
+  uint16_t* out;  // fp16, dense
+  int32_t in_features, out_features, columns;  // columns: of tiles; out_features is even
+  uint32_t multiplier, addend;
+  float scale, shift;  // of a sum; shift for the first of each 128 x 128: what mul1's integers lack
+};
+using ReconstructKernel = void (*)(ReconstructParams);
 
 inline ReconstructParams reconstruct_params(const exl3_weight& w, uint16_t* out) {
   const bool bytes = w.codebook == EXL3_MUL1;

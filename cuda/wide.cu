@@ -2,7 +2,6 @@
 #include <math.h>
 
 #include "parts.h"
-#include "reconstruct.cuh"
 #include "wide_input.cuh"
 #include "wide_mma.cuh"
 
@@ -119,20 +118,6 @@ int launch_wide(WidePlan& plan, int k2, bool bytes, int activation, void* worksp
     p.scales += p.rows;
   }
   return start("linear: up");
-}
-
-int reconstruct(const exl3_reconstruct_args* a, void* stream) {
-  const Device* device = current_device();
-  if (!device) return EXL3_UNSUPPORTED;
-  const exl3_weight* w = a->weight;
-  const bool here = a->original_basis && a->out_dtype == EXL3_F16 && device->code >= 80 && w && w->out_features % 2 == 0;
-  if (!here) return portable::plain_reconstruct(a, stream);
-  if (const int status = portable::checked_weight("reconstruct", w)) return status;
-  const bool bytes = w->codebook == EXL3_MUL1;
-  const auto kernel = find_wide(w->k2).reconstruct[bytes ? 0 : 1];
-  if (!kernel) return refuse(EXL3_UNSUPPORTED, "reconstruct: this build has no kernel for K = %g", w->k2 / 2.0);
-  const ReconstructParams p = reconstruct_params(*w, (uint16_t*)a->out);
-  return launch(kernel, dim3(w->out_padded / 128, w->in_padded / 128), kReconstructThreads, 0, 1, p, stream, "reconstruct");
 }
 
 }  // namespace exl3

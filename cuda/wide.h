@@ -94,20 +94,9 @@ struct WidePlan {
 WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int sms, bool wgmma);
 int launch_wide(WidePlan& plan, int k2, bool bytes, int activation, void* workspace, void* stream);
 
-// A matrix in its original basis; see reconstruct.cuh.
-struct ReconstructParams {
-  const uint8_t* trellis;
-  const uint16_t *suh, *svh;
-  uint16_t* out;  // fp16, dense
-  int32_t in_features, out_features, columns;  // columns: of tiles; out_features is even
-  uint32_t multiplier, addend;
-  float scale, shift;  // of a sum; shift for the first of each 128 x 128: what mul1's integers lack
-};
-
 struct WideEntry {
   void (*kernel[2][2])(WideParams);  // [kDecodeBytes, kDecodePairs][128, 256 rows]
   void (*mma[2])(WideParams);        // without wgmma
-  void (*reconstruct[2])(ReconstructParams);
 };
 
 }  // namespace exl3
