@@ -33,12 +33,9 @@ inline ReconstructParams reconstruct_params(const exl3_weight& w, uint16_t* out)
           bytes ? (kMul1Shift / kMul1Scale + 1534.f) * 1024.f : 0.f};
 }
 
-#ifndef EXL3_REC_BLOCKS
-#define EXL3_REC_BLOCKS 3
-#endif
 #ifdef __CUDACC__
 template <int K2, int MODE>
-__global__ void __launch_bounds__(kReconstructThreads, EXL3_REC_BLOCKS) reconstruct_kernel(const __grid_constant__ ReconstructParams p) {
+__global__ void __launch_bounds__(kReconstructThreads, 4) reconstruct_kernel(const __grid_constant__ ReconstructParams p) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kPitch = 72;  // words: rows 8 banks apart
   __shared__ uint32_t space[128 * kPitch];  // [input][tile of its row][pair of columns]
@@ -47,8 +44,9 @@ __global__ void __launch_bounds__(kReconstructThreads, EXL3_REC_BLOCKS) reconstr
   const uint32_t* tiles = (const uint32_t*)p.trellis + ((int64_t)blockIdx.y * 8 * p.columns + blockIdx.x * 8 + warp) * 4 * K2;
   const Run<K2> run(lane);
   uint32_t words[8][Run<K2>::kRead], v[8][4];
+  const int pitch = p.columns * 4 * K2;
 #pragma unroll
-  for (int t = 0; t < 8; t++) read_words<K2>(tiles + (int64_t)t * p.columns * 4 * K2, run, words[t]);
+  for (int t = 0; t < 8; t++, tiles += pitch) read_words<K2>(tiles, run, words[t]);
 #pragma unroll
   for (int t = 0; t < 8; t++) {
     uint32_t s[8];
@@ -102,33 +100,41 @@ __global__ void __launch_bounds__(kReconstructThreads, EXL3_REC_BLOCKS) reconstr
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) svh[n][e] = half_to_float(p.svh[column0 + 64 * n + e]) * p.scale;
-  const bool whole = p.out_features % 4 == 0;
+  float suh[8];  // of rows row0, row0 + 2 ...; read here, as stores would hold them up
+#pragma unroll
+  for (int r = 0; r < 8; r++) suh[r] = half_to_float(p.suh[row0 + 2 * r]);
   ptx::wait_for_previous();  // it may still read what `out` held
   __syncthreads();
+  const uint32_t* from = space + (warp * 16 + (g >> 2)) * kPitch + q * 8 + 2 * (g & 3);
+  auto rows = [&](auto store) {
 #pragma unroll
-  for (int r = 0; r < 16; r += 2) {
-    const uint32_t* from = space + (warp * 16 + r + (g >> 2)) * kPitch + q * 8 + 2 * (g & 3);
-    const uint2 low = *(const uint2*)from, high = *(const uint2*)(from + 32);
-    float f[2][4] = {};
+    for (int r = 0; r < 8; r++) {
+      const uint2 low = *(const uint2*)(from + 2 * r * kPitch), high = *(const uint2*)(from + 2 * r * kPitch + 32);
+      float f[2][4] = {};
 #pragma unroll
-    for (int n = 0; n < 2; n++) ptx::mma(f[n], low.x, low.y, high.x, high.y, one, n ? minus : one);
-    if (r == 0 && threadIdx.x == 0) f[0][0] += p.shift;
-    const int row = row0 + r;
-    if (row >= p.in_features) continue;
-    const float suh = half_to_float(p.suh[row]);
+      for (int n = 0; n < 2; n++) ptx::mma(f[n], low.x, low.y, high.x, high.y, one, n ? minus : one);
+      if (r == 0 && threadIdx.x == 0) f[0][0] += p.shift;
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const int c = column0 + 64 * n;
-      uint16_t* to = p.out + (int64_t)row * p.out_features + c;
-      const uint2 four = {ptx::pack(f[n][0] * (suh * svh[n][0]), f[n][1] * (suh * svh[n][1])),
-                          ptx::pack(f[n][2] * (suh * svh[n][2]), f[n][3] * (suh * svh[n][3]))};
-      if (whole) {
-        if (c < p.out_features) *(uint2*)to = four;
-      } else {
-        if (c < p.out_features) *(uint32_t*)to = four.x;
-        if (c + 2 < p.out_features) *(uint32_t*)(to + 2) = four.y;
-      }
+      for (int n = 0; n < 2; n++)
+        store(2 * r, n, {ptx::pack(f[n][0] * (suh[r] * svh[n][0]), f[n][1] * (suh[r] * svh[n][1])),
+                         ptx::pack(f[n][2] * (suh[r] * svh[n][2]), f[n][3] * (suh[r] * svh[n][3]))});
     }
+  };
+  uint16_t* out = p.out + (int64_t)row0 * p.out_features + column0;
+  if (p.out_features % 4 == 0 && (blockIdx.x + 1) * 128 <= p.out_features && (blockIdx.y + 1) * 128 <= p.in_features) {
+    const int64_t step = 2 * (int64_t)p.out_features;  // the warp's rows come in pairs
+    rows([&](int, int n, uint2 four) {
+      *(uint2*)(out + 64 * n) = four;
+      if (n) out += step;
+    });
+  } else {
+    rows([&](int r, int n, uint2 four) {
+      const int c = column0 + 64 * n;
+      if (row0 + r >= p.in_features) return;
+      uint16_t* to = out + (int64_t)r * p.out_features + 64 * n;
+      if (c < p.out_features) *(uint32_t*)to = four.x;
+      if (c + 2 < p.out_features) *(uint32_t*)(to + 2) = four.y;
+    });
   }
 #endif
 }

@@ -14,7 +14,7 @@ from exl3.errors import BackendError
 from exl3.ops import folded, reference
 from exl3.ops.tape import Tape
 
-ROWS = 700
+ROWS = 1100
 CODEBOOKS = [("mul1", k) for k in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)] + [("mcg", 4), ("mcg", 7), ("3inst", 3), ("3inst", 8)]
 
 
@@ -25,7 +25,7 @@ def test_matrix(request: Any, library: str, codebook: str, K: float) -> None:
     lib: Library = request.getfixturevalue(library)
     w = random_weight(500, 650, K, codebook, "cuda")
     out = lib.reconstruct(w, True, torch.float16)
-    assert relative(out, exact_weight(w)) < 5e-4
+    assert relative(out, exact_weight(w)) < 7e-4
     assert torch.equal(out, lib.reconstruct(w, True, torch.float16))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from exl3 import settings
 from exl3.ops import native
 
-LEAST_ROWS = 512
+LEAST_ROWS = 1024
 """The fewest rows that ever come here."""
 MOST_BYTES = 512 << 20
 """The largest matrix that is rebuilt; anything larger (heads) is multiplied as it is."""
