@@ -120,7 +120,7 @@ def folded_call(lib: Library, x: torch.Tensor, w: dict[str, Any], matrix: torch.
 
 
 def prefill(lib: Library) -> list[dict[str, Any]]:
-    """The fused product, and from `folded.LEAST_ROWS` rows on what exl3.ops does instead where it is faster."""
+    """The fused product, and what exl3.ops does from `folded.LEAST_ROWS` rows on."""
     found = []
     for n_in, n_out, K, codebook in ((4096, 14336, 4, "mul1"), (4096, 14336, 4, "mcg"), (14336, 4096, 4, "mul1")):
         ws = random_weights(n_in, n_out, K, codebook, 4)
@@ -128,7 +128,7 @@ def prefill(lib: Library) -> list[dict[str, Any]]:
         for rows in (64, 128, 256, 512, 1024, 2048, 4096):
             x = torch.randn(rows, n_in, device="cuda").half()
             ways = {"prefill": [linear_call(lib, x, [w]) for w in ws]}
-            if rows >= folded.LEAST_ROWS:
+            if rows >= folded.LEAST_ROWS // 2:
                 ways["folded"] = [folded_call(lib, x, w, matrix) for w in ws]
             for kernel, calls in ways.items():
                 us = replay(calls)
