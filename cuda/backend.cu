@@ -53,6 +53,7 @@ static exl3_backend make_table() {
   b.rotary = rotary;
   b.act_mul = act_mul;
   b.cache_append = cache_append;
+  b.cache_read = cache_read;
   b.attention_workspace = attention_workspace;
   b.attention = attention;
   b.encode_workspace = encode_workspace;

@@ -36,7 +36,6 @@ void fill(exl3_backend& b) {
   b.dense = dense;
   b.rotate = rotate;
   b.rotary_table = rotary_table;
-  b.cache_read = cache_read;
   b.embedding = embedding;
   b.add = add;
   b.softcap = softcap;
@@ -48,6 +47,7 @@ int plain_reconstruct(const exl3_reconstruct_args* a, void* stream) { return rec
 int few_rms_norm(const exl3_rms_norm_args* a, void* stream) { return rms_norm(a, stream); }
 int few_rotary(const exl3_rotary_args* a, void* stream) { return rotary(a, stream); }
 int few_act_mul(const exl3_act_mul_args* a, void* stream) { return act_mul(a, stream); }
+int few_cache_read(const exl3_cache_read_args* a, void* stream) { return cache_read(a, stream); }
 int few_cache_append(const exl3_cache_append_args* a, void* stream) { return cache_append(a, stream); }
 int plain_attention(const exl3_attention_args* a, void* stream) { return attention_plain(a, stream); }
 int checked_linear(const exl3_linear_args* a) { return check_linear(a); }

@@ -120,6 +120,25 @@ def test_reconstruct(wide: ctypes.CDLL, codebook: str, K: float, n_in: int, n_ou
     assert relative(out, exact_weight(w)) < 6e-4
 
 
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: Any) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("read"), "cuda_read_on_cpu", ["attention.h", "attention_codes.cuh", "read.cu"])
+
+
+@pytest.mark.parametrize("bits,compand", [((2, 3), 0.0), ((4, 16), 0.0), ((5, 6), 0.65), ((7, 8), 0.0)])
+def test_cache_read(emulated: Library, read: ctypes.CDLL, bits: tuple[int, int], compand: float) -> None:
+    c = test_portable.make_cache(emulated, 3, 64, *bits, compand, pages=2)
+    batch = test_portable.make_batch(emulated, [(0, 300)], pages=2, padding=0)
+    k, v = (torch.randn(300, 3, 64).half() for _ in range(2))
+    reference.cache_append(c, k, v, batch)
+    got = [torch.full((90, 3, 64), float("nan"), dtype=torch.float16) for _ in range(2)]
+    table = batch.block_table[0].contiguous()
+    block = blocks.CACHE_READ.pack(*emulated.layer(c), *(t.data_ptr() for t in got), table.data_ptr(), 200, 90, 1)
+    assert read.on_cpu(block, None) == 0
+    for t, want in zip(got, reference.cache_read(c, table, 200, 90, torch.float32)):
+        assert relative(t, want) < 3e-4
+
+
 @pytest.mark.parametrize(
     "dim,heads,kv,bits,options",
     [
