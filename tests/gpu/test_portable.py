@@ -176,6 +176,11 @@ def test_cache(lib: Library, k_bits: int, v_bits: int, compand: float, more: int
     rk, rv = reference.cache_read(got, table, start, count, torch.float32)
     assert relative(ks, rk) < 1e-3 and relative(vs, rv) < 1e-3
     assert relative(ks, k[:12]) < 2.0 ** (1 - min(k_bits, 11)) and relative(vs, v[:12]) < 2.0 ** (1 - min(v_bits, 11))
+    ks, vs = (nan(more, kv, dim, dtype=torch.float16, device=lib.device) for _ in range(2))
+    table = b.block_table[1].contiguous()
+    lib.call("cache_read", blocks.CACHE_READ.pack(*lib.layer(got), ks.data_ptr(), vs.data_ptr(), table.data_ptr(), 0, more, D[ks.dtype]))
+    rk, rv = reference.cache_read(got, table, 0, more, torch.float32)
+    assert relative(ks, rk) < 1e-3 and relative(vs, rv) < 1e-3
 
 
 CASES = [
