@@ -81,8 +81,8 @@ def convert(model: str, out: str, bits: float, seed: int, device: str, options: 
     return {"seconds": time.monotonic() - start, "bytes": report.bytes, "bpw": report.bits, "proxy_error": report.proxy_error}
 
 
-def judge(directory: str, device: str, rows: dict[str, Any], wanted: dict[str, list[Any]]) -> dict[str, Any]:
-    """Mean KL and top-1 agreement of each slice. `wanted`: log-probabilities of the original, by slice and row."""
+def judge(directory: str, device: str, rows: dict[str, Any], original: Any) -> dict[str, Any]:
+    """Mean KL and top-1 agreement of each slice with the original model."""
     import torch
 
     from exl3.evaluate.metrics import kl_divergence
@@ -93,9 +93,9 @@ def judge(directory: str, device: str, rows: dict[str, Any], wanted: dict[str, l
     with torch.inference_mode():
         for name, ids in rows.items():
             kl, same = [], 0
-            for row, p in zip(ids, wanted[name], strict=True):
-                q = model.logits(row[None])[0]
-                kl.append(kl_divergence(p.float(), q))
+            for row in ids:
+                p, q = original.logits(row[None])[0].log_softmax(-1), model.logits(row[None])[0]
+                kl.append(kl_divergence(p, q))
                 same += int((p.argmax(-1) == q.argmax(-1)).sum())
             result[name] = {"kl": float(torch.cat(kl).mean()), "top1": same / ids.numel()}
     return result
@@ -112,16 +112,13 @@ def worker(jobs: Any, results: Any, model: str, device: str, rows: int) -> None:
     torch.set_num_threads(1)
     text = slices(Tokenizer.from_directory(model), rows)
     original = load(model, device=device, max_tokens=ROW)
-    with torch.inference_mode():
-        wanted = {name: [original.logits(row[None])[0].log_softmax(-1).half() for row in ids] for name, ids in text.items()}
-    del original
     for variant, options, bits, seed in iter(jobs.get, None):
         record = {"variant": variant, "options": options, "bits": bits, "seed": seed}
         try:
             with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
                 out = os.path.join(folder, "out")
                 record |= convert(model, out, bits, seed, device, options)
-                record["slices"] = judge(out, device, text, wanted)
+                record["slices"] = judge(out, device, text, original)
         except Exception:
             record["error"] = traceback.format_exc()
         results.put(record)

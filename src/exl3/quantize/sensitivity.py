@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl3.cache import Batch
 from exl3.errors import ResourceError
@@ -102,10 +104,16 @@ def _measure_in(
     fast = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True  # an estimate over few rows: ten bits of a product do
     try:
-        return _measure(model, source, batches, device, damping, seed, ids.shape, outputs, finished)
+        with differentiable_attention():
+            return _measure(model, source, batches, device, damping, seed, ids.shape, outputs, finished)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = fast
         _compute_in(model, dtype)
+
+
+def differentiable_attention() -> AbstractContextManager[None]:
+    """Attention by torch's own kernels: cuDNN's backward pass fails without a name where memory is short, which theirs tell."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _compute_in(model: Any, dtype: torch.dtype) -> None:
@@ -277,27 +285,30 @@ class _Shape:
         k, n = self.weight.shape
         self.signs = [random_signs(f"{name}:{side}", size).to(self.weight.device) for side, size in (("in", k), ("out", n))]
         self.suh = regularize(self.weight, *self.signs).suh
-        self.inverse = _inverse(block_ldl(hessian.matrix(), damping, self.suh, name=name).lower) if hessian.usable else None
+        through = rotate_rows(torch.diag(self.suh))
+        if hessian.usable:
+            lower = block_ldl(hessian.matrix(), damping, self.suh, name=name).lower
+            through = torch.linalg.solve_triangular(lower, through, upper=False, unitriangular=True)
+        self.through = through[:, : linear.in_features].T.contiguous()  # L^-1 H diag(suh), transposed: Z = (x through)^T g for each row
         size = (2, self.n, self.n) if output and self.n <= OUTPUT_LIMIT else (2, self.n)
         self.sum = torch.zeros(size, device=self.weight.device)  # of two halves of the rows, that one may judge the other
         self.rows = 0
 
     def add(self, x: Tensor, g: Tensor) -> None:
         """Inputs (rows, tokens, k) and output gradients (rows, tokens, n)."""
-        rows, k, n = len(x), len(self.suh), g.shape[2]
-        step = max(1, _WORK // (k * n))
-        for start in range(0, rows, step):
+        step = max(1, _WORK // (len(self.suh) * self.n))
+        x = x @ self.through
+        for start in range(0, len(x), step):
             part = slice(start, start + step)
-            seen = torch.einsum("rtk,rtn->krn", x[part], g[part]).flatten(1)
-            seen = torch.nn.functional.pad(seen, (0, 0, 0, k - len(seen)))
-            seen = rotate_rows(self.suh.unsqueeze(1) * seen)
-            if self.inverse is not None:
-                seen = self.inverse @ seen
-            seen = seen.view(k, -1, n)
+            seen = torch.bmm(x[part].transpose(1, 2), g[part])
             for half in range(2):
-                z = seen[:, (self.rows + half) % 2 :: 2].reshape(-1, n)
-                self.sum[half] += z.T @ z if self.sum.dim() == 3 else z.square().sum(0)
-            self.rows += seen.shape[1]
+                z = seen[(self.rows + half) % 2 :: 2]
+                if self.sum.dim() == 3:
+                    z = z.flatten(0, 1)
+                    self.sum[half] += z.T @ z
+                else:
+                    self.sum[half] += torch.linalg.vector_norm(z, dim=(0, 1)).square()
+            self.rows += len(seen)
 
     def result(self, rows: int, cols: int) -> Sensitivity:
         halves = self.sum * (2 / rows)
@@ -332,10 +343,6 @@ def _ratio(known: Tensor, unknown: Tensor, svh: Tensor) -> float:
     factor = output_factor(known, svh)
     left = torch.linalg.solve_triangular(factor, metric, upper=False, unitriangular=True)
     return float((torch.linalg.solve_triangular(factor, left.T, upper=False, unitriangular=True)).trace() / metric.trace().clamp_min(1e-30))
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    return torch.linalg.solve_triangular(lower, torch.eye(len(lower), device=lower.device), upper=False, unitriangular=True)
 
 
 def affordable(tokens: int, model: Any, device: torch.device) -> int:

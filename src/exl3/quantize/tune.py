@@ -1,7 +1,7 @@
 """`--tune`: distillation of the scales. The trellis stays as it is; suh, svh, biases and norm weights are trained until the quantized
 model's next-token distribution is as near to the original's as they can bring it, KL(original || quantized) on calibration rows.
 
-W = diag(suh) H Q H diag(svh): with H Q H formed once, a training step multiplies by one frozen matrix and two vectors. Every trained value
+W = diag(suh) H Q H diag(svh): with H Q H formed once, a training step scales one frozen matrix by two vectors. Every trained value
 v is v0 (1 + d), d from 0, so that one learning rate fits all. Blocks are recomputed in the backward pass; memory holds both models, the
 streams between blocks and one block's intermediates.
 """
@@ -24,6 +24,7 @@ from exl3.models.loading import locate
 from exl3.models.registry import build
 from exl3.nn import RMSNorm
 from exl3.quantize.refit import FP16_MAX
+from exl3.quantize.sensitivity import differentiable_attention
 
 HEAD_TOKENS = 2048  # tokens whose logits are held at once
 LEAST_ROWS = 2
@@ -72,7 +73,8 @@ def tune(
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * _schedule(step, settings.steps)
         optimizer.zero_grad()
-        _step(teacher, student, Batch.whole(train[picked].to(device)))
+        with differentiable_attention():
+            _step(teacher, student, Batch.whole(train[picked].to(device)))
         optimizer.step()
         if progress is not None:
             progress(step + 1, settings.steps)
@@ -116,7 +118,7 @@ def _load(source: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 class _Scaled(nn.Module):
-    """y = ((x * suh) @ frozen) * svh + bias, in place of an `nn.Linear` of the model."""
+    """y = x @ (diag(suh) frozen diag(svh)) + bias, in place of an `nn.Linear` of the model."""
 
     exl3 = None
 
@@ -136,13 +138,15 @@ class _Scaled(nn.Module):
         self.bias_unit = 0.0 if self.bias is None else float(self.bias.square().mean().sqrt())
 
     def forward(self, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        # scaling the matrix costs less than scaling what goes through it
         u = (self.suh * (1 + self.din))[: self.in_features]
         v = (self.svh * (1 + self.dout))[: self.out_features]
-        y = torch.nn.functional.linear((x * u).to(self.frozen.dtype), self.frozen).float() * v
+        weight = (self.frozen * (v.unsqueeze(1) * u)).to(self.frozen.dtype)
+        y = torch.nn.functional.linear(x.to(weight.dtype), weight)
         if self.bias is not None:
             y = y + self._bias()[: self.out_features]
         if out is None:
-            return y if dtype is None else y.to(dtype)
+            return y.to(torch.float32 if dtype is None else dtype)
         return out.add_(y) if accumulate else out.copy_(y)
 
     def _bias(self) -> Tensor:
