@@ -176,7 +176,8 @@ def main() -> None:
 
     context = multiprocessing.get_context("spawn")
     jobs, results = context.Queue(), context.Queue()
-    work = [(n, common | o, b, s) for n, o in chosen.items() for b in args.bits for s in args.seeds]
+    # seed by seed: a run that is cut short leaves whole comparisons
+    work = [(n, common | o, b, s) for s in args.seeds for b in args.bits for n, o in chosen.items()]
     for item in [*work, *[None] * args.jobs]:
         jobs.put(item)
     places = [args.device[i % len(args.device)] for i in range(args.jobs)]
@@ -198,8 +199,8 @@ def main() -> None:
         what = f"KL {overall(record):.4f}  {record['seconds']:.0f} s" if "slices" in record else record["error"]
         print(f"{record['bits']:g} bits  {record['variant']}  seed {record['seed']}  {what}", flush=True)
         Path(args.out).write_text(json.dumps(head(args) | {"rows": records}, indent=1) + "\n", encoding="utf-8")
-    order = {(n, b, s): i for i, (n, _, b, s) in enumerate(work)}
-    records.sort(key=lambda r: order[r["variant"], r["bits"], r["seed"]])
+    order = list(chosen)
+    records.sort(key=lambda r: (r["bits"], order.index(r["variant"]), r["seed"]))
     Path(args.out).write_text(json.dumps(head(args) | {"rows": records}, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(records)))
 
