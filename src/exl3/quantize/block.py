@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl3.cache import Batch
+from exl3.models import memory
 from exl3.nn import MLP, Linear
 from exl3.ops import reference
 from exl3.quantize.hessian import Hessian, check_activations
@@ -79,6 +80,15 @@ def capture(run: Callable[[Tensor, Batch], Any], linear: Linear, x: Tensor, batc
     return seen[0]
 
 
+@dataclass
+class _Shown:
+    """What the original block gives for some rows: its output, and for each group's first matrix the input and the residual stream that
+    the matrix's output goes straight into."""
+
+    output: Tensor
+    inputs: dict[str, tuple[Tensor, Tensor | None]]
+
+
 class _Copy:
     """A worker's copy of the block in work."""
 
@@ -88,15 +98,28 @@ class _Copy:
         self.originals = {key: dense_weight(linear) for key, linear in self.linears.items()}  # as stored, `(out, in)`
         self.plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
         self.installed: set[str] = set()  # matrices that are quantized by now
+        self.shown: dict[tuple[int, int, int], _Shown] = {}  # by shard, first row and rows
+        self.keeps = self._has_room_to_keep()
         self.compute_in(dtype)
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """dtype of the values between operations and of the weights."""
         self.dtype = dtype
+        self.shown.clear()
         self.block.set_dtype(dtype)
         self.plain = {key: (self.originals[key].to(dtype), linear.bias) for key, linear in self.linears.items()}
         done = {key: (dense_weight(self.linears[key]).to(dtype), self.linears[key].bias) for key in self.installed}
         _set(self.linears, self.plain | done)
+
+    def _has_room_to_keep(self) -> bool:
+        """Whether `_Shown` of all rows may be kept: on a CPU, where a pass is dear, in a quarter of what is free."""
+        device = self.worker.device
+        if device.type != "cpu":
+            return False
+        tokens = sum(s.quantized[..., 0].numel() for s in self.worker.streams.shards.values())
+        hidden = self.worker.model.config.hidden_size
+        width = sum(group[0][1].in_features + hidden for group in self.block.quant_groups()) + hidden
+        return 4 * tokens * width < (memory.available_bytes(device) - memory.reserve_bytes(device)) // 4
 
     def bias(self, key: str) -> Tensor | None:
         bias = self.plain[key][1]
@@ -240,9 +263,13 @@ def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], poli
     found = [Hessian(name, linear.in_features, c.worker.device, cross=cross) for name, linear in inputs]
     samples: dict[int, Tensor] = {}
     linears = [c.linears[name] for name, _ in inputs]
-    for _, batch, x, original in c.worker.streams.batches(number):
+    keep = cross and policy.recapture and c.keeps
+    for row, batch, x, original in c.worker.streams.batches(number):
         others: dict[int, tuple[Tensor, Tensor | None]] = {}
-        if cross and original is not None:
+        if original is not None and keep:
+            shown = _shown(c, (number, row, batch.rows), original, batch)
+            others = {i: shown.inputs[name] for i, (name, _) in enumerate(inputs) if name in shown.inputs}
+        elif cross and original is not None:
             with _weights(c.linears, c.plain):
                 _watch(c.block, linears, original, batch, partial(_remember, others))
 
@@ -255,6 +282,21 @@ def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], poli
 
         _watch(c.block, linears, x, batch, note)
     return [(h, samples[i] if i in samples else _no_sample(h)) for i, h in enumerate(found)]
+
+
+def _shown(c: _Copy, place: tuple[int, int, int], original: Tensor, batch: Batch) -> _Shown:
+    """One whole pass of the original block for all groups, made when the first asks."""
+    if place not in c.shown:
+        inputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+        def take(name: str, seen: Tensor, stream: Tensor | None) -> None:
+            inputs[name] = seen.clone(), None if stream is None else stream.clone()
+
+        with _weights(c.linears, c.plain), ExitStack() as stack:
+            for (name, linear), *_ in c.block.quant_groups():
+                stack.enter_context(_inputs(linear, partial(take, name)))
+            c.shown[place] = _Shown(c.block(original, batch), inputs)
+    return c.shown[place]
 
 
 def _no_sample(hessian: Hessian) -> Tensor:
@@ -391,8 +433,12 @@ def _advance_shard(c: _Copy, number: int, spans: list[tuple[int, int]]) -> list[
             y = c.block(x, batch)
             finite = torch.isfinite(y).all()
             if original is not None and shard.original is not None:
-                with _weights(c.linears, c.plain):
-                    z = c.block(original, batch)
+                shown = c.shown.pop((number, row, batch.rows), None)
+                if shown is None:
+                    with _weights(c.linears, c.plain):
+                        z = c.block(original, batch)
+                else:
+                    z = shown.output
                 finite = finite & torch.isfinite(z).all()
                 _write(shard.original[row : row + batch.rows], z, finite)
             _write(shard.quantized[row : row + batch.rows], y, finite)

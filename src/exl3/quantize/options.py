@@ -28,7 +28,7 @@ CORRECTION = 0.5  # share of the error made upstream that targets make up for
 
 # tokens of the reverse pass that measures sensitivity, by quality and device
 _SENSITIVITY = {
-    ("fast", "cpu"): 2048, ("default", "cpu"): 2048, ("best", "cpu"): 16384,
+    ("fast", "cpu"): 1024, ("default", "cpu"): 1024, ("best", "cpu"): 16384,
     ("fast", "gpu"): 16384, ("default", "gpu"): 65536, ("best", "gpu"): 262144,
 }  # fmt: skip
 
