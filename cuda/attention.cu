@@ -1,6 +1,7 @@
 // Launches of attention over the paged cache: decode steps, prefill, and the portable kernel where neither fits.
 #include "attention.h"
 #include "parts.h"
+#include "exl3/attend.h"
 
 namespace exl3 {
 
@@ -76,6 +77,23 @@ int64_t attention_workspace(const exl3_attention_args* a) {
   return kAttentionCounters + partial_bytes(p);
 }
 
+// Whether the decode kernel can take it, and with what.
+static bool plan_on_tensor_cores(const exl3_attention_args* a, const Device& device, const AttentionKernels& kernels, AttentionParams& p) {
+  if (!kernels.decode) return false;
+  p = make_params(a, decode_run(quantized(a)), kColumns, 32);
+  plan_decode(p, device);
+  return decode_shared(p) <= device.shared_bytes;
+}
+static int launch_decode(const void* kernel, AttentionParams& p, void* stream) {
+  const exl3_attention_args& a = p.a;
+  if (a.workspace_bytes < kAttentionCounters + partial_bytes(p)) return refuse(EXL3_BAD_ARGUMENT, "attention: the workspace is too small");
+  p.counters = (int32_t*)a.workspace;
+  p.partial = (float*)((uint8_t*)a.workspace + kAttentionCounters);
+  p.stats = p.partial + (int64_t)a.tokens * a.heads * p.splits * a.cache.head_dim;
+  return launch(kernel, dim3(a.tokens, a.cache.kv_heads * p.chunks, p.splits), kDecodeWarps * 32, decode_shared(p), 1, (const void*)&p,
+                (cudaStream_t)stream, "attention");
+}
+
 int attention(const exl3_attention_args* a, void* stream) {
   const Device* device = current_device();
   if (!device) return EXL3_UNSUPPORTED;
@@ -91,16 +109,23 @@ int attention(const exl3_attention_args* a, void* stream) {
       return launch(kernels.prefill, dim3((a->tokens + p.tokens_a_tile - 1) / p.tokens_a_tile, a->cache.kv_heads * p.chunks),
                     kernels.prefill_threads, shared_bytes, 1, (const void*)&p, (cudaStream_t)stream, "attention");
   }
-  AttentionParams p = make_params(a, decode_run(quantized(a)), kColumns, 32);
-  plan_decode(p, *device);
-  const int shared_bytes = decode_shared(p);
-  if (!kernels.decode || shared_bytes > device->shared_bytes) return portable::plain_attention(a, stream);
-  if (a->workspace_bytes < kAttentionCounters + partial_bytes(p)) return refuse(EXL3_BAD_ARGUMENT, "attention: the workspace is too small");
-  p.counters = (int32_t*)a->workspace;
-  p.partial = (float*)((uint8_t*)a->workspace + kAttentionCounters);
-  p.stats = p.partial + (int64_t)a->tokens * a->heads * p.splits * a->cache.head_dim;
-  return launch(kernels.decode, dim3(a->tokens, a->cache.kv_heads * p.chunks, p.splits), kDecodeWarps * 32, shared_bytes, 1, (const void*)&p,
-                (cudaStream_t)stream, "attention");
+  AttentionParams p;
+  return plan_on_tensor_cores(a, *device, kernels, p) ? launch_decode(kernels.decode, p, stream) : portable::plain_attention(a, stream);
+}
+
+int attend(const exl3_attend_args* t, void* stream) {
+  const exl3_attention_args* a = &t->attention;
+  const Device* device = current_device();
+  if (!device) return EXL3_UNSUPPORTED;
+  if (const int status = portable::checked_attention(a)) return status;
+  if (a->tokens <= 0) return EXL3_OK;
+  AttentionParams p;
+  const AttentionKernels kernels = kernels_for(a, *device);
+  if (a->tokens > kMostDecodeTokens || !plan_on_tensor_cores(a, *device, kernels, p))
+    return attend_in_three(t, stream, portable::plain_rotary, portable::plain_append, attention);
+  if (t->rotary_dim > a->cache.head_dim) return refuse(EXL3_BAD_ARGUMENT, "attend: rotary_dim %d is above head_dim %d", t->rotary_dim, a->cache.head_dim);
+  p.fresh = {t->k, t->v, t->k_stride, t->v_stride, t->cos, t->sin, t->q_norm, t->k_norm, t->rotary_dim, t->interleaved, t->eps};
+  return launch_decode(kernels.decode, p, stream);
 }
 
 }  // namespace exl3

@@ -48,8 +48,18 @@ __host__ __device__ constexpr AttentionSide make_side(int head_dim, int bits, in
   return s;
 }
 
+// The step's own keys and values where the kernel appends them itself (fields of exl3_attend_args); k null: they lie in the cache already.
+struct AttentionFresh {
+  const void *k, *v;
+  int64_t k_stride, v_stride;
+  const float *cos, *sin, *q_norm, *k_norm;
+  int32_t rotary_dim, interleaved;
+  float eps;
+};
+
 struct AttentionParams {
   exl3_attention_args a;
+  AttentionFresh fresh;
   AttentionSide side[2];                // keys, values
   float* partial;                       // [token][head][split][head_dim]: sums not divided yet
   float* stats;                         // [token][head][split][2]: highest score (times log2 e) and sum of weights
@@ -58,8 +68,9 @@ struct AttentionParams {
   int32_t splits, group, chunks, tokens_a_tile, stages, least;  // most splits; heads of a kv head, in chunks of at most kColumns
 };
 
-// Where the ring of the decode kernel starts: behind the queries and their sums.
-__host__ __device__ constexpr int decode_ring(int head_dim) { return kColumns * (half_pitch(head_dim) * 2 + head_dim / 32 * 4); }
+// Shared memory of the decode kernel: queries, the sums of their groups, a head of floats for each warp, the rings.
+__host__ __device__ constexpr int decode_heads(int head_dim) { return kColumns * (half_pitch(head_dim) * 2 + head_dim / 32 * 4); }
+__host__ __device__ constexpr int decode_ring(int head_dim) { return decode_heads(head_dim) + kDecodeWarps * head_dim * 4; }
 
 // ------------------------------------------------------------------------------------------------ prefill
 constexpr int kPrefillRows = 128, kPositions = 64;  // query rows of a block, positions of a tile

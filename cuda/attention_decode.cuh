@@ -5,7 +5,7 @@
 // a split and a warp see follows from the token's own position, a masked position adds an exact zero and no column sees another, so a
 // token's result does not depend on what shares the step with it. The last split to arrive merges all, in order.
 #pragma once
-#include "attention_fetch.cuh"
+#include "attention_fresh.cuh"
 
 namespace exl3 {
 
@@ -208,22 +208,17 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   if (tokens == 0) return;
   const int highest = position + tokens - 1, rows = tokens * heads;
 
-  // queries, rotated where the keys are and scaled, into shared memory, and the sum of each group
-  const float factor = !CODES || k_bits == 16 || compand > 0.f ? 1.f : code_factor(k_bits);
-  const float scale = a.scale * factor * (a.softcap > 0.f ? 1.f : kLog2e);
-  uint16_t* query = (uint16_t*)shared;
-  float* query_sum = (float*)(shared + kColumns * half_pitch(D) * 2);
-  for (int i = warp; i < kColumns * kGroups; i += kDecodeWarps) {
-    const int r = i / kGroups, group = i % kGroups;
-    float v = 0.f;
-    if (r < rows) v = load(a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D + group * 32 + lane, a.dtype);
-    if (CODES && k_bits != 16) v = hadamard32(v);
-    const uint16_t h = float_to_half(v * scale);
-    query[r * half_pitch(D) + group * 32 + lane] = h;
-    if (CODES) {
-      const float sum = warp_sum(half_to_float(h));
-      if (lane == 0) query_sum[i] = sum;
-    }
+  // this warp's queries start to load
+  constexpr int kMine = kColumns / kDecodeWarps;
+  Head<D> head[kMine];
+#pragma unroll
+  for (int j = 0; j < kMine; j++) {
+    const int r = warp + j * kDecodeWarps;
+    if (r < rows)
+      load_head(head[j], p, a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D, token + r / heads, lane);
+    else
+#pragma unroll
+      for (int group = 0; group < kGroups; group++) head[j].v[group] = 0.f;
   }
 
   // this warp's runs of positions: one of each unit of the split
@@ -255,9 +250,43 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
     }
     ptx::copy_commit();
   };
-  for (int i = 0; i < stages - 1; i++) fetch(i);
+  // the first fetches go ahead where they read no position that is appended here
+  const int before = p.fresh.k ? tokens_before(a, token, row, position, lane) : 0;
+  const bool early = !p.fresh.k || ahead > highest || ahead + (stages - 2) * step + kRun <= position - before;
+  if (early)
+    for (int i = 0; i < stages - 1; i++) fetch(i);
+  float* space = (float*)(shared + decode_heads(D)) + warp * D;
+  if (p.fresh.k)
+    for (int i = kDecodeWarps - 1 - warp; i < 2 * (before + tokens); i += kDecodeWarps) {
+      const int further = i / 2 - before, unit = (position + further) / kUnit;
+      if (unit < first_unit || unit % active != split) continue;
+      append_head<D>(p, i % 2, i % 2 ? v_bits : k_bits, token + further, row, position + further, kv_head, space, lane);
+    }
 
+  // queries, rotated where the keys are and scaled, into shared memory, and the sum of each group
+  const float factor = !CODES || k_bits == 16 || compand > 0.f ? 1.f : code_factor(k_bits);
+  const float scale = a.scale * factor * (a.softcap > 0.f ? 1.f : kLog2e);
+  uint16_t* query = (uint16_t*)shared;
+  float* query_sum = (float*)(shared + kColumns * half_pitch(D) * 2);
+#pragma unroll
+  for (int j = 0; j < kMine; j++) {
+    const int r = warp + j * kDecodeWarps;
+    if (p.fresh.k && r < rows) rotate_head(head[j], p, p.fresh.q_norm, space, lane);
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      float v = head[j].v[group];
+      if (CODES && k_bits != 16) v = hadamard32(v);
+      const uint16_t h = float_to_half(v * scale);
+      query[r * half_pitch(D) + group * 32 + lane] = h;
+      if (CODES) {
+        const float sum = warp_sum(half_to_float(h));
+        if (lane == 0) query_sum[r * kGroups + group] = sum;
+      }
+    }
+  }
   __syncthreads();
+  if (!early)
+    for (int i = 0; i < stages - 1; i++) fetch(i);
   Queries<D> queries;
 #pragma unroll
   for (int s = 0; s < kTiles; s++)

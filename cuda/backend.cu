@@ -56,6 +56,7 @@ static exl3_backend make_table() {
   b.cache_read = cache_read;
   b.attention_workspace = attention_workspace;
   b.attention = attention;
+  b.attend = attend;
   b.encode_workspace = encode_workspace;
   b.encode = encode;
   return b;

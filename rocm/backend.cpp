@@ -302,6 +302,7 @@ static exl3_backend make_table() {
   b.add = portable::add;
   b.softcap = portable::softcap;
   b.sample = portable::sample;
+  b.attend = [](const exl3_attend_args* a, void* stream) { return attend_in_three(a, stream, portable::rotary, portable::cache_append, attention); };
   return b;
 }
 

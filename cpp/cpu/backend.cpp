@@ -7,6 +7,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/threads.h"
+#include "exl3/attend.h"
 
 namespace exl3 {
 namespace cpu {
@@ -39,6 +40,10 @@ static const char* describe(int device) {
 #define EXL3_PICK(name) base::name
 #endif
 
+int attend(const exl3_attend_args* a, void* stream) {
+  return attend_in_three(a, stream, EXL3_PICK(rotary), EXL3_PICK(cache_append), EXL3_PICK(attention));
+}
+
 static const exl3_backend* make_table() {
   static exl3_backend t;
   t.abi = EXL3_ABI;
@@ -62,6 +67,7 @@ static const exl3_backend* make_table() {
   t.reconstruct = reconstruct;
   t.rotate = rotate;
   t.encode = encode;
+  t.attend = attend;
 #define EXL3_FILL(name) t.name = EXL3_PICK(name);
   EXL3_SMALL_OPS(EXL3_FILL)
 #undef EXL3_FILL

@@ -40,6 +40,25 @@ GPU_FN float code_level(int code, int bits, float compand) {
   return compand > 0.f && compand < 1.f ? t * (compand + (1.f - compand) * t * t) : t;
 }
 
+// A warp stores x, lane by lane, as a group of 32 values of one place.
+GPU_FN void store_group(const exl3_cache_layer& c, int side, int bits, int64_t place, int groups, int group, float x) {
+  void* data = side ? c.v : c.k;
+  if (bits == 16) {
+    ((uint16_t*)data)[(place * groups + group) * 32 + lane_id()] = float_to_half(x);
+    return;
+  }
+  const float y = hadamard32(half_to_float(float_to_half(x)));
+  const float scale = warp_max(absolute(y)) + 1e-10f;
+  float u = y * (1.f / scale);
+  if (c.compand > 0.f && c.compand < 1.f) u = expand(u, c.compand);
+  const int half = 1 << (bits - 1);
+  float q = floor_(u * (float)half + (float)half);
+  q = q > 0.f ? q : 0.f;  // NaN goes to 0; the group's scale is not finite then
+  const int code = q < (float)(2 * half - 1) ? (int)q : 2 * half - 1;
+  pack_group((uint32_t*)data + (place * groups + group) * bits, code, bits);
+  if (lane_id() == 0) ((uint16_t*)(side ? c.v_scale : c.k_scale))[place * groups + group] = float_to_half(scale);
+}
+
 // One warp a token, side (k or v) and group of 32 values.
 GPU_FN void cache_append(const exl3_cache_append_args& a) {
   begin_kernel();
@@ -54,23 +73,7 @@ GPU_FN void cache_append(const exl3_cache_append_args& a) {
   const int64_t page = a.block_table[(int64_t)row * a.table_stride + position / EXL3_PAGE];
   const int64_t place = page * EXL3_PAGE + position % EXL3_PAGE;
   const void* source = side ? row_of(a.v, token * a.v_stride, a.dtype) : row_of(a.k, token * a.k_stride, a.dtype);
-  const int bits = side ? c.v_bits : c.k_bits;
-  void* data = side ? c.v : c.k;
-  const float x = load(source, group * 32 + lane, a.dtype);
-  if (bits == 16) {
-    ((uint16_t*)data)[(place * groups + group) * 32 + lane] = float_to_half(x);
-    return;
-  }
-  const float y = hadamard32(half_to_float(float_to_half(x)));
-  const float scale = warp_max(absolute(y)) + 1e-10f;
-  float u = y * (1.f / scale);
-  if (c.compand > 0.f && c.compand < 1.f) u = expand(u, c.compand);
-  const int half = 1 << (bits - 1);
-  float q = floor_(u * (float)half + (float)half);
-  q = q > 0.f ? q : 0.f;  // NaN goes to 0; the group's scale is not finite then
-  const int code = q < (float)(2 * half - 1) ? (int)q : 2 * half - 1;
-  pack_group((uint32_t*)data + (place * groups + group) * bits, code, bits);
-  if (lane == 0) ((uint16_t*)(side ? c.v_scale : c.k_scale))[place * groups + group] = float_to_half(scale);
+  store_group(c, side, side ? c.v_bits : c.k_bits, place, groups, group, load(source, group * 32 + lane, a.dtype));
 }
 
 // Lane's value of a group; quantized groups stay in the rotated basis.

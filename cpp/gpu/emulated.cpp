@@ -61,6 +61,7 @@ static const exl3_backend table = [] {
   b.add = add;
   b.softcap = softcap;
   b.sample = sample;
+  b.attend = attend_plain;
   return b;
 }();
 EXL3_EXPORT const exl3_backend* exl3_get_backend(void) { return &table; }

@@ -4,6 +4,7 @@
 // and `int refuse(exl3_status, const char* format, ...)` declared in namespace exl3::portable. Grids follow sizes only, never a length.
 #pragma once
 #include "entries.h"
+#include "exl3/attend.h"
 
 namespace exl3::portable {
 
@@ -101,6 +102,7 @@ inline int attention_plain(const exl3_attention_args* a, void* stream) {
     return start(K_attention_plain, a->heads, rows, part, stream);
   });
 }
+inline int attend_plain(const exl3_attend_args* a, void* stream) { return attend_in_three(a, stream, rotary, cache_append, attention_plain); }
 inline int act_mul(const exl3_act_mul_args* a, void* stream) {
   return in_row_chunks(a->rows, 65535, [&](int first, int rows) {
     exl3_act_mul_args part = *a;

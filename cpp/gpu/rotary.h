@@ -19,6 +19,11 @@ GPU_FN void rotary_table(const exl3_rotary_table_args& a) {
   a.sin[i] = (float)wide_sin(angle) * scale;
 }
 
+// One value of a head: `other` is its partner, `second` whether it is the second of the pair.
+GPU_FN float rotated(float v, float other, float cos, float sin, bool second) {
+  return second ? v * cos + other * sin : v * cos - other * sin;
+}
+
 // One warp a (token, head), q's heads before k's; head_dim at most 512.
 GPU_FN void rotary(const exl3_rotary_args& a) {
   constexpr int kWarps = 4, kDim = 512;
@@ -56,7 +61,7 @@ GPU_FN void rotary(const exl3_rotary_args& a) {
       const int f = a.interleaved ? i / 2 : i % half;
       const bool second = a.interleaved ? i & 1 : i >= half;
       const float other = h[a.interleaved ? i ^ 1 : second ? i - half : i + half];
-      v = second ? v * cos[f] + other * sin[f] : v * cos[f] - other * sin[f];
+      v = rotated(v, other, cos[f], sin[f], second);
     }
     store(x, i, a.dtype, v);
   }

@@ -70,24 +70,38 @@ struct ThresholdSpace {
   unsigned long long *weights, *warps, *result;
 };
 
-// Where many values fall into one bin: four rounds over eight bits of the key each.
+// Adds up what goes to one bin in a row, so that many equal values don't queue for one word of shared memory. bin -1 begins and ends.
+struct Run {
+  int bin;
+  unsigned long long sum;
+};
+template <class Flush>
+GPU_FN void add_to(Run& run, int bin, unsigned long long w, Flush flush) {
+  if (bin != run.bin) {
+    if (run.sum) flush(run.bin, run.sum);
+    run = {bin, 0};
+  }
+  run.sum += w;
+}
+
+// Where very many values lie close together: four rounds over eight bits of the key each. `passed`: weight above all that `weight` lets in.
 template <class Weight>
-GPU_FN uint32_t descend(const float* x, int vocab, unsigned long long wanted, const ThresholdSpace& s, Weight weight) {
+GPU_FN uint32_t descend(const float* x, int vocab, unsigned long long wanted, unsigned long long passed, const ThresholdSpace& s, Weight weight) {
   const int t = thread_id();
   unsigned long long* bins = s.weights;
   uint32_t prefix = 0;
-  unsigned long long passed = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     block_sync();
     if (t < 256) bins[t] = 0;
     block_sync();
+    Run run = {-1, 0};
+    auto flush = [&](int b, unsigned long long w) { shared_add(&bins[b], w); };
     for_columns(x, vocab, [&](int, float v) {
       const uint32_t k = order_key(v);
-      if (shift == 24 || k >> (shift + 8) == prefix) {
-        const unsigned long long w = weight(v);
-        if (w) shared_add(&bins[k >> shift & 255], w);
-      }
+      if (shift == 24 || k >> (shift + 8) == prefix)
+        if (const unsigned long long w = weight(v)) add_to(run, (int)(k >> shift & 255), w, flush);
     });
+    add_to(run, -1, 0, flush);
     block_sync();
     if (t == 0) {
       int b = 255;
@@ -103,34 +117,32 @@ GPU_FN uint32_t descend(const float* x, int vocab, unsigned long long wanted, co
   return prefix;
 }
 
-// The largest key such that the weights of the values at or above it reach `wanted` (> 0), or, where share >= 0, `share` of all weight; in
-// s.result[1] the weight strictly above it. Weights are whole numbers, so no order of adding matters; 0: of a value that is out.
-// The values are sorted into bins by their distance from `best`, the largest, up to `span`; those of the bin where `wanted` is reached are ranked.
-template <class Weight>
-GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, double share, unsigned long long wanted,
-                          const ThresholdSpace& s, Weight weight) {
+// Sums of the bins (bin_of(v) below 0: out) in low and high, then the bin where passed + sums reach `wanted` in result[0] and what lies above
+// it in result[1]; kSampleThreads: none. share >= 0: wanted is that share of all weight. `whole`: all weight is left in result[2].
+template <class Weight, class Bin>
+GPU_FN void find_bin(const float* x, int vocab, bool whole, double share, unsigned long long& wanted, unsigned long long passed,
+                     const ThresholdSpace& s, Weight weight, Bin bin_of) {
   const int t = thread_id();
-  const float scale = (float)kSampleThreads / span;
-  auto bin_of = [=](float v) {
-    const float b = (best - v) * scale;
-    return b < (float)(kSampleThreads - 1) ? (int)b : kSampleThreads - 1;
-  };
   block_sync();
   s.low[t] = s.high[t] = 0;
   if (t == 0) *s.count = 0;
   block_sync();
-  for_columns(x, vocab, [&](int, float v) {
-    const unsigned long long w = weight(v);
-    if (!w) return;
-    const int b = bin_of(v);
+  Run run = {-1, 0};
+  auto flush = [&](int b, unsigned long long w) {
     const unsigned old = shared_fetch_add(&s.low[b], (unsigned)w), high = (unsigned)(w >> 32) + (old + (unsigned)w < old ? 1u : 0u);
     if (high) shared_add(&s.high[b], high);
+  };
+  for_columns(x, vocab, [&](int, float v) {
+    const unsigned long long w = weight(v);
+    const int b = bin_of(v);
+    if (w && b >= 0) add_to(run, b, w, flush);
   });
+  add_to(run, -1, 0, flush);
   block_sync();
   const unsigned long long mine = wide_warp_sum((unsigned long long)s.high[t] << 32 | s.low[t]);
   if (lane_id() == 0) s.warps[warp_id()] = mine;
   block_sync();
-  unsigned long long all = 0;
+  unsigned long long all = passed;
   for (int w = 0; w < kSampleWarps; w++) all += s.warps[w];
   if (share >= 0.0) {
     const double target = share * (double)all;
@@ -139,7 +151,7 @@ GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, dou
   if (t == 0) {
     s.result[0] = kSampleThreads;
     s.result[1] = all;
-    unsigned long long passed = 0;
+    if (whole) s.result[2] = all;
     for (int b = 0; b < kSampleThreads && all >= wanted;) {
       if (b % 32 == 0 && passed + s.warps[b / 32] < wanted) {
         passed += s.warps[b / 32];
@@ -157,34 +169,60 @@ GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, dou
     }
   }
   block_sync();
-  const int bin = (int)s.result[0];
-  if (bin == kSampleThreads) return 0;  // all together are less: everything stays
-  const unsigned long long passed = s.result[1];
-  for_columns(x, vocab, [&](int, float v) {
-    const unsigned long long w = weight(v);
-    if (!w || bin_of(v) != bin) return;
-    const unsigned at = shared_fetch_add(s.count, 1u);
-    if (at >= (unsigned)kSampleList) return;
-    s.keys[at] = order_key(v);
-    s.weights[at] = w;
-  });
-  block_sync();
-  const int count = (int)*s.count;
-  if (count > kSampleList) return descend(x, vocab, wanted, s, weight);
-  if (t < count) {
-    const uint32_t key = s.keys[t];
-    unsigned long long above = passed, own = 0;
-    for (int i = 0; i < count; i++) {
-      if (s.keys[i] > key) above += s.weights[i];
-      if (s.keys[i] == key) own += s.weights[i];
+}
+
+// The largest key such that the weights of the values at or above it reach `wanted` (> 0), or, where share >= 0, `share` of all weight; in
+// s.result[1] the weight strictly above it, in s.result[2] all weight. Weights are whole numbers, so no order of adding matters; 0: of a
+// value that is out. The values are sorted into bins by their distance from `best`, the largest, up to `span`, and those of the bin where
+// `wanted` is reached once more if they are many; the values of the last bin are ranked.
+template <class Weight>
+GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, double share, unsigned long long wanted,
+                          const ThresholdSpace& s, Weight weight) {
+  constexpr float kBins = (float)kSampleThreads;
+  const int t = thread_id();
+  const float scale = kBins / span;
+  auto clamped = [](float b) { return b < kBins - 1.f ? (int)b : kSampleThreads - 1; };
+  unsigned long long passed = 0;
+  int coarse = -1, bin = 0;  // the bin of the first round, once it is known
+  auto bin_of = [&](float v) {
+    const float b = (best - v) * scale;
+    const int whole = clamped(b);
+    return coarse < 0 ? whole : whole != coarse ? -1 : clamped((b - (float)whole) * kBins);
+  };
+  for (int round = 0; round < 2; round++) {
+    find_bin(x, vocab, round == 0, round == 0 ? share : -1.0, wanted, passed, s, weight, bin_of);
+    bin = (int)s.result[0];
+    if (bin == kSampleThreads) return 0;  // all together are less: everything stays
+    passed = s.result[1];
+    for_columns(x, vocab, [&](int, float v) {
+      const unsigned long long w = weight(v);
+      if (!w || bin_of(v) != bin) return;
+      const unsigned at = shared_fetch_add(s.count, 1u);
+      if (at >= (unsigned)kSampleList) return;
+      s.keys[at] = order_key(v);
+      s.weights[at] = w;
+    });
+    block_sync();
+    const int count = (int)*s.count;
+    if (count <= kSampleList) {
+      if (t < count) {
+        const uint32_t key = s.keys[t];
+        unsigned long long above = passed, own = 0;
+        for (int i = 0; i < count; i++) {
+          if (s.keys[i] > key) above += s.weights[i];
+          if (s.keys[i] == key) own += s.weights[i];
+        }
+        if (above < wanted && above + own >= wanted) {  // true of one key; its ties write the same
+          s.result[0] = key;
+          s.result[1] = above;
+        }
+      }
+      block_sync();
+      return (uint32_t)s.result[0];
     }
-    if (above < wanted && above + own >= wanted) {  // true of one key; its ties write the same
-      s.result[0] = key;
-      s.result[1] = above;
-    }
+    if (round == 0) coarse = bin;
   }
-  block_sync();
-  return (uint32_t)s.result[0];
+  return descend(x, vocab, wanted, passed, s, [&](float v) { return bin_of(v) == bin ? weight(v) : 0ull; });
 }
 
 struct TopId {
@@ -283,7 +321,7 @@ GPU_FN void sample(const exl3_sample_args& a) {
   GPU_SHARED(unsigned, count, 1);
   GPU_SHARED(unsigned long long, weights, kSampleList);
   GPU_SHARED(unsigned long long, warps, kSampleWarps);
-  GPU_SHARED(unsigned long long, result, 2);
+  GPU_SHARED(unsigned long long, result, 3);
   begin_kernel();
   const ThresholdSpace s = {low, high, keys, count, weights, warps, result};
   const int row = block_x(), t = thread_id(), vocab = a.vocab;
@@ -322,8 +360,7 @@ GPU_FN void sample(const exl3_sample_args& a) {
     const float floor_value = key_value(kept.lowest);
     auto mass = [=](float v) { return v >= floor_value ? (unsigned long long)(fast_exp((v - best) * early) * 4294967296.f) : 0ull; };
     const uint32_t k = threshold(x, vocab, best, kSampleSpan / early, (double)p.top_p, 0, s, mass);
-    unsigned long long all = 0;
-    for (int w = 0; w < kSampleWarps; w++) all += warps[w];
+    const unsigned long long all = result[2];
     kept.lowest = k > kept.lowest ? k : kept.lowest;
     const double one = (double)mass(key_value(kept.lowest)), left = (double)p.top_p * (double)all - (double)result[1];
     const double fit = one > 0.0 ? left / one : 1.0;

@@ -25,6 +25,8 @@ int launch(Kernel, unsigned, unsigned, const void*, int, void*) { return EXL3_UN
 int refuse(exl3_status status, const char*, ...) { return status; }
 static int checked_attention(const exl3_attention_args* a) { return check_attention(a); }
 static int plain_attention(const exl3_attention_args*, void*) { return EXL3_UNSUPPORTED; }
+static int plain_rotary(const exl3_rotary_args*, void*) { return EXL3_UNSUPPORTED; }
+static int plain_append(const exl3_cache_append_args*, void*) { return EXL3_UNSUPPORTED; }
 }  // namespace portable
 }  // namespace exl3
 
@@ -49,5 +51,6 @@ static int launch(const void* kernel, dim3 grid, int threads, int, int, const vo
 }  // namespace exl3
 
 EXL3_EXPORT int on_cpu(const exl3_attention_args* a, void*) { return exl3::attention(a, nullptr); }
+EXL3_EXPORT int on_cpu_attend(const exl3_attend_args* a, void*) { return exl3::attend(a, nullptr); }
 EXL3_EXPORT void on_cpu_shared(int bytes) { exl3::shared_bytes_of_a_block = bytes; }
 EXL3_EXPORT int64_t on_cpu_workspace(const exl3_attention_args* a) { return exl3::attention_workspace(a); }

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUERIES = ("repack_bytes", "linear_workspace", "attention_workspace", "sample_workspace", "encode_workspace")
 OPS = (
     "linear dense repack reconstruct rotate rms_norm rotary_table rotary cache_append attention cache_read act_mul embedding add softcap"
-    " sample encode"
+    " sample encode attend"
 ).split()
 
 
@@ -135,6 +135,38 @@ class Library:
         nbytes = self.table.attention_workspace(blocks.ATTENTION.pack(*head, 0, 0, *tail))
         space = self.space("attention", nbytes)
         self.call("attention", blocks.ATTENTION.pack(*head, space.data_ptr(), space.numel(), *tail))
+        return y
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        c: Any,
+        b: Any,
+        table: tuple[Tensor, Tensor] | None = None,
+        *,
+        interleaved: bool = False,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 1e-6,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Rotation, append and attention in one call; q and k are copied first."""
+        q, k = q.clone(), k.clone()
+        y = torch.full_like(q, float("nan"))
+        head = (
+            *self.layer(c), q.data_ptr(), y.data_ptr(), q.stride(0), y.stride(0), b.positions.data_ptr(), b.token_row.data_ptr(),
+            b.block_table.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip
+        tail = (q.shape[0], q.shape[1], b.block_table.stride(0), blocks.DTYPES[q.dtype], scale, softcap, window)
+        space = self.space("attention", self.table.attention_workspace(blocks.ATTENTION.pack(*head, 0, 0, *tail)))
+        pointers = [0 if t is None else t.data_ptr() for t in (*(table or (None, None)), *(norms or (None, None)))]
+        rotary_dim = 0 if table is None else 2 * table[0].shape[1]
+        more = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), *pointers, rotary_dim, interleaved, eps)
+        self.call("attend", blocks.ATTEND.pack(*head, space.data_ptr(), space.numel(), *tail, *more))
         return y
 
     def encode(self, tiles: Tensor, K: float, codebook: str, multiplier: int, seam_window: int = 0) -> tuple[Tensor, Tensor]:

@@ -150,3 +150,114 @@ def same_beside_others(lib: Library, bits: int, tokens: int, beside: int, dim: i
         for t in range(mine.start, mine.stop):
             one = slice(t, t + 1)
             assert torch.equal(together[t - mine.start :][:1], lib.attention(q[one].clone(), c, part(one), scale=0.1))
+
+
+LONG = [(700, 3), (39, 1), (513, 8)]
+FRESH: list[dict[str, Any]] = [
+    {},
+    {"bits": (4, 4)},
+    {"bits": (8, 8), "runs": LONG},
+    {"bits": (5, 3), "compand": 0.6, "runs": [(30, 3)]},
+    {"bits": (16, 4), "dim": 64},
+    {"dim": 64, "heads": 3, "kv": 3, "norms": True, "runs": LONG},
+    {"dim": 96, "rotary": 48, "interleaved": True},
+    {"dim": 96, "rotary": 96, "bits": (6, 6)},
+    {"dim": 192, "rotary": 64, "norms": True, "dtype": torch.bfloat16},
+    {"dim": 256, "heads": 4, "kv": 1, "norms": True, "window": 100, "runs": LONG},
+    {"heads": 12, "kv": 1, "runs": [(600, 8), (100, 8)]},
+    {"rotary": 0, "norms": True, "dtype": torch.float32},
+    {"rotary": 0, "window": 70, "softcap": 20.0, "sinks": True, "runs": LONG},
+]
+
+
+def check_attend(
+    lib: Library,
+    dim: int = 128,
+    heads: int = 4,
+    kv: int = 2,
+    bits: tuple[int, int] = (16, 16),
+    runs: list[tuple[int, int]] = DRAFTS,
+    rotary: int | None = None,
+    interleaved: bool = False,
+    norms: bool = False,
+    compand: float = 0.0,
+    dtype: torch.dtype = torch.float16,
+    sinks: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Rotation, append and attention in one call, against the reference of each in float64; nothing else in the cache is touched."""
+    torch.manual_seed(0)
+    dev = lib.device
+    c, b = filled(lib, dim, kv, bits, runs, 3 * len(runs), compand)
+    tokens, rotary = len(b.positions), dim if rotary is None else rotary
+    q, k, v = (torch.randn(tokens, n, dim, device=dev).to(dtype) for n in (heads, kv, kv))
+    table = None
+    if rotary:
+        angles = b.positions[:, None].double() * 0.7 ** torch.arange(rotary // 2, device=dev)
+        table = (angles.cos().float(), angles.sin().float())
+    weights = tuple(torch.rand(dim, device=dev) + 0.5 for _ in range(2)) if norms else (None, None)
+    options = {"scale": dim**-0.5, "window": window, "softcap": softcap, "sinks": torch.randn(heads, device=dev) if sinks else None}
+    names = ("k", "v", "k_scale", "v_scale")
+    want = SimpleNamespace(**{**vars(c), **{n: None if (t := getattr(c, n)) is None else t.clone() for n in names}})
+    before = {n: t.clone() for n in names if (t := getattr(c, n)) is not None}
+    wq, wk = q.double(), k.double()
+    if rotary or norms:
+        cos, sin = (None, None) if table is None else table
+        reference.rotary_(wq, wk, cos, sin, rotary, interleaved=interleaved, q_norm=weights[0], k_norm=weights[1], eps=1e-6)
+    wq, wk = wq.to(dtype), wk.to(dtype)
+    reference.cache_append(want, wk, v, b)
+    y = lib.attend(q, k, v, c, b, table, interleaved=interleaved, norms=weights if norms else None, **options)
+    assert relative(y, exact(wq, c, b, **options)) < (4e-3 if dtype == torch.bfloat16 else 1.2e-3)
+    assert not bool(y[-2:].any()) and lib.clean("attention")
+    touched = torch.zeros(c.k.shape[0], 256, dtype=torch.bool, device=dev)
+    live = b.token_row >= 0
+    pages = b.block_table[b.token_row[live].long(), (b.positions[live] // 256).long()].long()
+    touched[pages, (b.positions[live] % 256).long()] = True
+    for name, was in before.items():
+        now = getattr(c, name)
+        assert torch.equal(now[~touched].view(torch.int16), was[~touched].view(torch.int16)), name
+    for row in range(len(runs)):
+        first, n = runs[row]
+        got = reference.cache_read(c, b.block_table[row], first, n, torch.float64)
+        expected = reference.cache_read(want, b.block_table[row], first, n, torch.float64)
+        for side in range(2):  # a code next to a border may fall on its other side
+            assert relative(got[side], expected[side]) < (2e-3 if bits[side] == 16 else 0.5 / 2 ** bits[side])
+
+
+def attend_beside_others(lib: Library, bits: int, dim: int = 128) -> None:
+    """A draft of five tokens beside other rows leaves the same output and cache, bit for bit, as its tokens one by one."""
+    torch.manual_seed(1)
+    runs = [(300, 1), (600, 5), (254, 4)]
+    c, b = filled(lib, dim, 2, (bits, bits), runs, pages=12)
+    names = ("k", "v", "k_scale", "v_scale")
+    other = SimpleNamespace(**{**vars(c), **{n: None if (t := getattr(c, n)) is None else t.clone() for n in names}})
+    tokens = len(b.positions)
+    q, k, v = (torch.randn(tokens, n, dim, device=lib.device).half() for n in (8, 2, 2))
+    angles = b.positions[:, None].double() * 0.7 ** torch.arange(dim // 2, device=lib.device)
+    table = (angles.cos().float(), angles.sin().float())
+    together = lib.attend(q, k, v, c, b, table, scale=0.1)
+    for t in range(10):
+        at = slice(t, t + 1)
+        alone = SimpleNamespace(positions=b.positions[at].clone(), token_row=b.token_row[at].clone(), block_table=b.block_table)
+        y = lib.attend(q[at], k[at], v[at], other, alone, (table[0][at].clone(), table[1][at].clone()), scale=0.1)
+        assert torch.equal(together[at], y), t
+    for name in names:
+        if getattr(c, name) is not None:
+            assert torch.equal(getattr(c, name).view(torch.int16), getattr(other, name).view(torch.int16)), name
+
+
+@pytest.mark.parametrize("case", FRESH, ids=str)
+def test_attend(cuda: Library, case: dict) -> None:
+    check_attend(cuda, **case)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 3, 16])
+def test_attend_gives_a_row_the_same_bits(cuda: Library, bits: int) -> None:
+    attend_beside_others(cuda, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_attend_of_a_prefill_chunk_and_of_a_head_without_a_kernel(cuda: Library, bits: int) -> None:
+    check_attend(cuda, runs=CHUNKS, bits=(bits, bits), norms=True)
+    check_attend(cuda, dim=160, bits=(bits, bits))

@@ -18,7 +18,7 @@ from exl3.ops import blocks, reference
 
 HERE = Path(__file__).parent
 
-ATTENTION = [f"attention{name}" for name in (".h", "_codes.cuh", "_fetch.cuh", "_decode.cuh", "_prefill.cuh", ".cu")]
+ATTENTION = [f"attention{name}" for name in (".h", "_codes.cuh", "_fetch.cuh", "_fresh.cuh", "_decode.cuh", "_prefill.cuh", ".cu")]
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,11 @@ class WithAttention:
         library.on_cpu_workspace.restype = ctypes.c_int64
         self.emulated, self.library, self.spaces = emulated, library, {}
         self.device = emulated.device
-        self.ops = {**emulated.ops, "attention": lambda block, stream: library.on_cpu(block, None)}
+        self.ops = {
+            **emulated.ops,
+            "attention": lambda block, stream: library.on_cpu(block, None),
+            "attend": lambda block, stream: library.on_cpu_attend(block, None),
+        }
         self.table = self
 
     def __getattr__(self, name: str) -> Any:
@@ -151,6 +155,16 @@ def test_cache_read(emulated: Library, read: ctypes.CDLL, bits: tuple[int, int],
 )
 def test_prefill(attention: WithAttention, dim: int, heads: int, kv: int, bits: tuple[int, int], options: dict[str, Any]) -> None:
     test_attention_on_card.check(attention, dim, heads, kv, bits, test_attention_on_card.CHUNKS, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_attention_on_card.FRESH[1:10:2], ids=str)
+def test_attend(attention: WithAttention, case: dict) -> None:
+    test_attention_on_card.check_attend(attention, **case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [4, 5, 16])
+def test_attend_gives_a_row_the_same_bits(attention: WithAttention, bits: int) -> None:
+    test_attention_on_card.attend_beside_others(attention, bits, dim=64)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bits", [4, 5, 16])

@@ -339,6 +339,24 @@ def test_sample(lib: Library) -> None:
     assert torch.allclose(probs, want_probs.cpu(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["dense", "two values", "one value of many", "two bins"])
+def test_sample_of_many_close_values(lib: Library, kind: str) -> None:
+    """More values in one bin of the histogram than are ranked one by one: a second round, and ties in their thousands."""
+    vocab, random = 12000, torch.Generator().manual_seed(4)
+    options = [{"top_p": 0.5}, {"top_k": 4000}, {"top_k": 9000, "top_p": 0.9}, {"temperature": 3.0, "top_p": 0.3}, {"top_k": 1}]
+    params = [SampleParams(**o, seed=5 + i, counter=i) for i, o in enumerate(options)]
+    x = torch.randn(len(params), vocab, generator=random) * 0.02
+    if kind == "two values":
+        x = (x > 0.01).float() * 0.5
+    elif kind == "one value of many":
+        x[:, torch.randperm(vocab, generator=random)[:5000]] = 0.01
+    elif kind == "two bins":
+        x = x * 0.01 + (torch.rand(x.shape, generator=random) < 0.5).float()
+    ids, probs, (want, want_probs) = run_sample(lib, x.to(lib.device), params)
+    assert torch.equal(ids, want.cpu())
+    assert torch.allclose(probs, want_probs.cpu(), rtol=1e-4)
+
+
 def test_sample_ties_and_bad_rows(lib: Library) -> None:
     logits = torch.zeros(5, 600, device=lib.device)
     logits[1, 5] = float("nan")

@@ -147,6 +147,15 @@ typedef struct exl3_attention_args {
   int32_t window;                 // 0: none
 } exl3_attention_args;
 
+// What lies between a layer's projections, in one call: `rotary` of q and k, `cache_append` of k and v, `attention` of q. q and k may be
+// overwritten. cos null: no rotation; a norm null: none.
+typedef struct exl3_attend_args {
+  exl3_attention_args attention;
+  void* k; const void* v; int64_t k_stride, v_stride;            // [tokens, kv_heads, head_dim]
+  const float* cos; const float* sin; const float* q_norm; const float* k_norm;  // as in exl3_rotary_args
+  int32_t rotary_dim, interleaved; float eps;
+} exl3_attend_args;
+
 // Cache positions start .. start+count-1 of one row, decoded to fp16/fp32 [count, kv_heads, head_dim] each.
 typedef struct exl3_cache_read_args {
   exl3_cache_layer cache; void* k; void* v; const int32_t* block_table; int32_t start, count, dtype;
@@ -196,7 +205,7 @@ typedef struct exl3_encode_args {
 // X(name): int name(const exl3_<name>_args*, void* stream)
 #define EXL3_OPS(X) \
   X(linear) X(dense) X(repack) X(reconstruct) X(rotate) X(rms_norm) X(rotary_table) X(rotary) X(cache_append) X(attention) X(cache_read) \
-  X(act_mul) X(embedding) X(add) X(softcap) X(sample) X(encode)
+  X(act_mul) X(embedding) X(add) X(softcap) X(sample) X(encode) X(attend)
 
 typedef struct exl3_backend {
   int32_t abi, bytes;             // EXL3_ABI, raised when a block changes: a stale library refuses by name. sizeof(exl3_backend) as the library

@@ -43,6 +43,10 @@ class Layer:
         """Stores k and v `(tokens, kv_heads, head_dim)` of the batch's tokens."""
         ops.cache_append(self, k, v, batch)
 
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, *rotation: Any, **options: Any) -> Tensor:
+        """Norms, rotation, append and attention in one operation: `ops.attend`."""
+        return ops.attend(q, k, v, self, batch, *rotation, **options)
+
     def attend(
         self, q: Tensor, batch: Batch, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:

@@ -87,32 +87,24 @@ class Attention(nn.Module):
         q = q.view(tokens, self.heads, self.head_dim)
         k = k.view(tokens, self.kv_heads, self.head_dim)
         v = v.view(tokens, self.kv_heads, self.head_dim)
-        self.rotate_(q, k, batch)
-        if batch.cache is None:
-            y = ops.sdpa(q, k, v, batch.row_start, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks)
+        rotation, more = self.rotation(batch)
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        if batch.cache is not None:
+            y = batch.cache.layers[self.layer].extend(q, k, v, batch, *rotation, **more, **options)
         else:
-            layer = batch.cache.layers[self.layer]
-            layer.append(k, v, batch)
-            y = layer.attend(q, batch, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks)
+            if rotation or more:
+                ops.rotary_(q, k, *(rotation or (None, None, 0)), **more)
+            y = ops.sdpa(q, k, v, batch.row_start, **options)
         return y.view(tokens, self.heads * self.head_dim)
 
-    def rotate_(self, q: Tensor, k: Tensor, batch: Any) -> None:
-        """Per-head norms and rotation of q and k `(tokens, heads, head_dim)`, in place, in one operation."""
-        per_head = self.qk_norm == "head"
-        if self.rotary is None and not per_head:
-            return
-        cos, sin = (None, None) if self.rotary is None else self.rotary.table(batch)
-        ops.rotary_(
-            q,
-            k,
-            cos,
-            sin,
-            0 if self.rotary is None else self.rotary.dim,
-            interleaved=self.rotary is not None and self.rotary.interleaved,
-            q_norm=self.q_norm.scale if per_head else None,
-            k_norm=self.k_norm.scale if per_head else None,
-            eps=self.q_norm.eps if per_head else 0.0,
-        )
+    def rotation(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the rotation of this step (cos, sin, dim) and of the norms of each head; empty where there is none."""
+        norms: dict[str, Any] = {}
+        if self.qk_norm == "head":
+            norms = {"q_norm": self.q_norm.scale, "k_norm": self.k_norm.scale, "eps": self.q_norm.eps}
+        if self.rotary is None:
+            return (), norms
+        return (*self.rotary.table(batch), self.rotary.dim), {"interleaved": self.rotary.interleaved, **norms}
 
     def quant_groups(self) -> list[list[Linear]]:
         """Linears the converter quantizes, in order of execution; members of one group share their input."""

@@ -6,7 +6,7 @@ libraries), `checks`, `weight`, then the operations: `products`, `pointwise`, `a
 library serves the device or a gradient is wanted, and records itself when a `Tape` is open.
 """
 
-from exl3.ops.attention import attention, cache_append, cache_read, sdpa
+from exl3.ops.attention import attend, attention, cache_append, cache_read, sdpa
 from exl3.ops.embedding import RingTable, embedding, take_rows
 from exl3.ops.native import backend
 from exl3.ops.pointwise import act_mul, add_, rms_norm, rotary_, rotary_table, softcap_
@@ -18,7 +18,7 @@ from exl3.ops.transfer import copy_, move, put
 from exl3.ops.weight import Weight
 
 __all__ = [
-    "RingTable", "SampleParams", "Tape", "Weight", "act_mul", "add_", "attention", "backend", "cache_append", "cache_read", "copy_",
-    "dense", "describe", "embedding", "encode", "linear", "move", "pack_sample_params", "put", "rms_norm", "rotary_", "rotary_table",
-    "rotate", "sample", "sdpa", "self_test", "softcap_", "take_rows",
+    "RingTable", "SampleParams", "Tape", "Weight", "act_mul", "add_", "attend", "attention", "backend", "cache_append", "cache_read",
+    "copy_", "dense", "describe", "embedding", "encode", "linear", "move", "pack_sample_params", "put", "rms_norm", "rotary_",
+    "rotary_table", "rotate", "sample", "sdpa", "self_test", "softcap_", "take_rows",
 ]  # fmt: skip

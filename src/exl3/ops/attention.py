@@ -9,9 +9,10 @@ from torch import Tensor
 
 from exl3.errors import ArgumentError
 from exl3.ops import blocks, checks, flash, native, reference, staging
+from exl3.ops.pointwise import rotary_
 from exl3.ops.reference import PAGE, sdpa
 
-__all__ = ["attention", "cache_append", "cache_read", "sdpa"]
+__all__ = ["attend", "attention", "cache_append", "cache_read", "sdpa"]
 
 
 def _layer(layer: Any) -> tuple[Any, ...]:
@@ -42,12 +43,8 @@ def cache_append(layer: Any, k: Tensor, v: Tensor, batch: Any) -> None:
     if op is None:
         reference.cache_append(layer, k, v, batch)
         return
-    k_stride = checks.heads("cache_append", "k", k)
-    v_stride = checks.heads("cache_append", "v", v, (k.dtype,))
     tokens = k.shape[0]
-    shape = (tokens, layer.kv_heads, layer.head_dim)
-    if k.shape != shape or v.shape != shape:
-        raise ArgumentError(f"cache_append: k and v must have shape {shape}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    k_stride, v_stride = _new_heads("cache_append", k, v, layer, tokens, checks.FLOATS)
     positions, token_row, table, table_stride = _indices("cache_append", tokens, batch)
     block = blocks.CACHE_APPEND.pack(
         *_layer(layer),
@@ -76,31 +73,103 @@ def attention(
     op = native.serving("attention", q, layer.k, batch.positions, sinks)
     if op is None:
         return reference.attention(q, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    checks.heads("attention", "q", q)
-    heads, head_dim = q.shape[1:]
-    if head_dim != layer.head_dim or heads % layer.kv_heads:
-        raise ArgumentError(f"attention: q {tuple(q.shape)} does not fit a cache of {layer.kv_heads} heads of {layer.head_dim}")
-    if sinks is not None:
-        checks.tensor("attention", "sinks", sinks, checks.F32, shape=(heads,), dense=True)
+    _check_heads("attention", q, layer, sinks)
 
-    def attend(q: Tensor, layer: Any, batch: Any) -> Tensor:
-        return _attention(op, q, layer, batch, scale, window, softcap, sinks)
+    def over(q: Tensor, layer: Any, batch: Any) -> Tensor:
+        y, block, space = _attention_block("attention", q, layer, batch, scale, window, softcap, sinks)
+        native.launch(op, q.device, block, layer, q, y, batch, sinks, space)
+        return y
 
     if flash.wanted(q, layer, batch, sinks) and (call := flash.function()):
         return flash.attention(call, q, layer, batch, scale, window, softcap)
-    if staging.serves(q.device) and staging.wanted(layer, batch, plan := staging.plan()):
+    if _staged(q, layer, batch):
+        plan = staging.plan()
         return staging.attention(
-            q, layer, batch, plan, attend, cache_read, scale=scale, window=window, softcap=softcap, sinks=sinks
+            q, layer, batch, plan, over, cache_read, scale=scale, window=window, softcap=softcap, sinks=sinks
         )  # fmt: skip
-    return attend(q, layer, batch)
+    return over(q, layer, batch)
 
 
-def _attention(
-    op: native.Operation, q: Tensor, layer: Any, batch: Any, scale: float, window: int, softcap: float, sinks: Tensor | None
+def _staged(q: Tensor, layer: Any, batch: Any) -> bool:
+    """Whether this pass goes through a dense window; see ops.staging."""
+    return staging.serves(q.device) and staging.wanted(layer, batch, staging.plan())
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Any,
+    batch: Any,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_dim: int = 0,
+    *,
+    interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """The native operation."""
+    """What lies between a layer's projections: `rotary_` of q `(tokens, heads, head_dim)` and k `(tokens, kv_heads, head_dim)` where cos
+    or a norm is given, `cache_append` of k and v, `attention` of q; arguments and result as theirs. One launch for decode steps on CUDA.
+    What q and k hold afterwards is left open."""
+    op = native.serving("attend", q, k, v, layer.k, batch.positions, cos, sin, q_norm, k_norm, sinks)
+    if op is None or _staged(q, layer, batch) or flash.wanted(q, layer, batch, sinks):
+        if cos is not None or q_norm is not None or k_norm is not None:
+            rotary_(q, k, cos, sin, rotary_dim, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        cache_append(layer, k, v, batch)
+        return attention(q, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    head_dim = layer.head_dim
+    _check_heads("attend", q, layer, sinks)
+    strides = _new_heads("attend", k, v, layer, q.shape[0], (q.dtype,))
+    if (cos is None) != (sin is None):
+        raise ArgumentError("attend: cos and sin belong together")
+    if cos is not None and sin is not None:
+        if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+            raise ArgumentError(f"attend: rotary_dim {rotary_dim} must be even and at most head_dim {head_dim}")
+        for name, t in (("cos", cos), ("sin", sin)):
+            checks.tensor("attend", name, t, checks.F32, shape=(q.shape[0], rotary_dim // 2), dense=True)
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            checks.tensor("attend", name, norm, checks.F32, shape=(head_dim,), dense=True)
+    y, block, space = _attention_block("attend", q, layer, batch, scale, window, softcap, sinks)
+    block = blocks.ATTEND.pack(
+        *blocks.ATTENTION.unpack(block), k.data_ptr(), v.data_ptr(), *strides,
+        *(0 if t is None else t.data_ptr() for t in (cos, sin, q_norm, k_norm)), rotary_dim, interleaved, eps,
+    )  # fmt: skip
+    native.launch(op, q.device, block, layer, q, k, v, y, batch, cos, sin, q_norm, k_norm, sinks, space)
+    return y
+
+
+def _check_heads(op: str, q: Tensor, layer: Any, sinks: Tensor | None) -> None:
+    checks.heads(op, "q", q)
+    heads, head_dim = q.shape[1:]
+    if head_dim != layer.head_dim or heads % layer.kv_heads:
+        raise ArgumentError(f"{op}: q {tuple(q.shape)} does not fit a cache of {layer.kv_heads} heads of {layer.head_dim}")
+    if sinks is not None:
+        checks.tensor(op, "sinks", sinks, checks.F32, shape=(heads,), dense=True)
+
+
+def _new_heads(op: str, k: Tensor, v: Tensor, layer: Any, tokens: int, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
+    """Strides of k and v, checked."""
+    k_stride = checks.heads(op, "k", k, dtypes)
+    v_stride = checks.heads(op, "v", v, (k.dtype,))
+    shape = (tokens, layer.kv_heads, layer.head_dim)
+    if k.shape != shape or v.shape != shape:
+        raise ArgumentError(f"{op}: k and v must have shape {shape}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    return k_stride, v_stride
+
+
+def _attention_block(
+    name: str, q: Tensor, layer: Any, batch: Any, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> tuple[Tensor, bytes, Tensor | None]:
+    """The result's tensor, the argument block and its workspace."""
     tokens, heads, head_dim = q.shape
-    positions, token_row, table, table_stride = _indices("attention", tokens, batch)
+    positions, token_row, table, table_stride = _indices(name, tokens, batch)
     y = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     head = (
         *_layer(layer), q.data_ptr(), y.data_ptr(), q.stride(0), heads * head_dim, positions, token_row, table,
@@ -110,8 +179,7 @@ def _attention(
     nbytes = native.backend(q.device).workspace("attention", blocks.ATTENTION.pack(*head, 0, 0, *tail))
     space = native.workspace("attention", q.device, nbytes)
     block = blocks.ATTENTION.pack(*head, 0 if space is None else space.data_ptr(), 0 if space is None else space.numel(), *tail)
-    native.launch(op, q.device, block, layer, q, y, batch, sinks, space)
-    return y
+    return y, block, space
 
 
 def cache_read(

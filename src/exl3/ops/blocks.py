@@ -30,6 +30,7 @@ CACHE_APPEND = Struct(f"@{_CACHE}2P2q3P3i0q")  # cache; k v; strides; positions 
 ATTENTION = Struct(
     f"@{_CACHE}2P2q3PPPq4i2fi0q"
 )  # cache; q y; strides; indices; sinks workspace bytes; tokens heads table_stride dtype; scale softcap window
+ATTEND = Struct(f"@{ATTENTION.format[1:]}2P2q4P2if0q")  # attention; k v; strides; cos sin q_norm k_norm; rotary_dim interleaved eps
 CACHE_READ = Struct(f"@{_CACHE}3P3i0q")  # cache; k v block_table; start count dtype
 ACT_MUL = Struct("@3P3q4i4f")  # gate up y; strides; rows n dtype activation; params
 EMBEDDING = Struct("@4Pq3i3if0q")  # ids table signs y; y_stride; tokens n vocab; table_dtype y_dtype trellis_bits; scale
