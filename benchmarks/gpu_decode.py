@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_kernels import Library, attention_call, cuda_library, make_batch, make_layer, random_weights, replay
-
-from exl3.ops import blocks
-
-F16 = blocks.DTYPES[torch.float16]
+from gpu_kernels import Library, cuda_library, make_batch, make_layer, random_weights, replay
 
 
 @dataclass
@@ -63,28 +59,17 @@ class Step:
         self.attended: list[torch.Tensor] = []
         self.attend: list[Callable[[], Any]] = []
         for cache in self.caches:
-            y, call = attention_call(lib, self.q, cache, self.batch)
+            y, call = lib.attend_call(self.q, self.k, self.v, cache, self.batch, (self.cos, self.sin), scale=s.dim**-0.5)
             self.attended.append(y)
             self.attend.append(call)
         lib.space("linear", 64 << 20)
 
     def __call__(self) -> None:
-        s, lib, rows, b = self.shape, self.lib, self.rows, self.batch
-        q_row, k_row = s.heads * s.dim, s.kv * s.dim
-        rotary = blocks.ROTARY.pack(
-            self.q.data_ptr(), self.k.data_ptr(), self.cos.data_ptr(), self.sin.data_ptr(), 0, 0, q_row, k_row, rows, s.heads, s.kv,
-            s.dim, s.dim, F16, 0, 0.0,
-        )  # fmt: skip
+        lib, rows = self.lib, self.rows
         for i, layer in enumerate(self.layers):
-            cache, turn = self.caches[i % 4], i % 4
+            turn = i % 4
             outs = [t.view(rows, -1) for t in (self.q, self.k, self.v)]
             lib.linear(self.x, layer["qkv"], norm=self.norm, outs=outs, shared=True)
-            lib.call("rotary", rotary)
-            append = blocks.CACHE_APPEND.pack(
-                *lib.layer(cache), self.k.data_ptr(), self.v.data_ptr(), k_row, k_row, b.positions.data_ptr(), b.token_row.data_ptr(),
-                b.block_table.data_ptr(), rows, b.block_table.stride(0), F16,
-            )  # fmt: skip
-            lib.call("cache_append", append)
             self.attend[turn]()
             lib.linear(self.attended[turn].view(rows, -1), [layer["o"]], outs=[self.x], accumulate=True)
             lib.linear(self.x, layer["gate_up"], norm=self.norm, activation="silu", outs=[self.gated], shared=True)

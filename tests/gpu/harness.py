@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,13 @@ class Library:
         self.call("attention", blocks.ATTENTION.pack(*head, space.data_ptr(), space.numel(), *tail))
         return y
 
-    def attend(
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, c: Any, b: Any, table: tuple[Tensor, Tensor] | None = None, **options: Any) -> Tensor:
+        """Rotation, append and attention in one call; q and k are copied first."""
+        y, call = self.attend_call(q.clone(), k.clone(), v, c, b, table, **options)
+        call()
+        return y
+
+    def attend_call(
         self,
         q: Tensor,
         k: Tensor,
@@ -153,9 +160,8 @@ class Library:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Rotation, append and attention in one call; q and k are copied first."""
-        q, k = q.clone(), k.clone()
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """The result's tensor and the call that fills it."""
         y = torch.full_like(q, float("nan"))
         head = (
             *self.layer(c), q.data_ptr(), y.data_ptr(), q.stride(0), y.stride(0), b.positions.data_ptr(), b.token_row.data_ptr(),
@@ -166,8 +172,12 @@ class Library:
         pointers = [0 if t is None else t.data_ptr() for t in (*(table or (None, None)), *(norms or (None, None)))]
         rotary_dim = 0 if table is None else 2 * table[0].shape[1]
         more = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), *pointers, rotary_dim, interleaved, eps)
-        self.call("attend", blocks.ATTEND.pack(*head, space.data_ptr(), space.numel(), *tail, *more))
-        return y
+        block = blocks.ATTEND.pack(*head, space.data_ptr(), space.numel(), *tail, *more)
+
+        def call(keep: Any = (q, k, v, c, b, table, norms, sinks, space)) -> None:
+            self.call("attend", block)
+
+        return y, call
 
     def encode(self, tiles: Tensor, K: float, codebook: str, multiplier: int, seam_window: int = 0) -> tuple[Tensor, Tensor]:
         states = torch.full((len(tiles), 256), -1, dtype=torch.int16, device=self.device)

@@ -18,7 +18,7 @@ CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 MULTIPLIERS = {"3inst": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 OPS = (
     "linear dense repack reconstruct rotate rms_norm rotary_table rotary cache_append attention cache_read act_mul embedding add softcap "
-    "sample encode"
+    "sample encode attend"
 ).split()
 
 

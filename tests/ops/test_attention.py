@@ -256,3 +256,47 @@ def test_poisoned_output_is_overwritten_everywhere():
         poisoned((5, 4, 64))
     layer, pages, _ = filled_layer(2, 64, [40])
     assert not ops.attention(torch.randn(5, 4, 64), layer, indices([(36, 4)], pages, padding=1), scale=0.1).isnan().any()
+
+
+@pytest.mark.parametrize("native_op", [True, False])
+@pytest.mark.parametrize(("k_bits", "v_bits"), [(16, 16), (4, 6)])
+@pytest.mark.parametrize(("rotary_dim", "interleaved", "norms"), [(64, False, True), (32, True, False), (0, False, True), (0, False, False)])
+def test_attend_is_rotary_append_and_attention(monkeypatch, native_op, k_bits, v_bits, rotary_dim, interleaved, norms):
+    if not native_op:
+        monkeypatch.delitem(ops.backend("cpu").ops, "attend")
+    lengths = [300, 9]
+    batch = indices([(298, 2), (0, 9)], [[0, 1], [2]], padding=1)
+    tokens = 12
+    q, k, v = torch.randn(tokens, 4, 64), torch.randn(tokens, 2, 64), torch.randn(tokens, 2, 64)
+    cos, sin = (torch.randn(tokens, rotary_dim // 2) for _ in range(2)) if rotary_dim else (None, None)
+    more = {"interleaved": interleaved}
+    if norms:
+        more |= {"q_norm": torch.rand(64) + 0.5, "k_norm": torch.rand(64) + 0.5, "eps": 1e-5}
+    options = {"scale": 0.1, "window": 200, "softcap": 9.0, "sinks": torch.randn(4)}
+    torch.manual_seed(3)
+    layers = [filled_layer(2, 64, lengths, k_bits, v_bits)[0] for _ in range(2)]
+    for a, b in zip(layers[0].tensors, layers[1].tensors):
+        b.copy_(a)
+    got = ops.attend(q.clone(), k.clone(), v, layers[0], batch, cos, sin, rotary_dim, **more, **options)
+    if rotary_dim or norms:
+        ops.rotary_(q, k, cos, sin, rotary_dim, **more)
+    ops.cache_append(layers[1], k, v, batch)
+    assert torch.equal(got, ops.attention(q, layers[1], batch, **options))
+    assert all(torch.equal(a, b) for a, b in zip(layers[0].tensors, layers[1].tensors))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"cos": None}, "cos and sin"), ({"rotary_dim": 65}, "rotary_dim 65"), ({"q_norm": torch.ones(63)}, "q_norm"),
+        ({"k": torch.zeros(2, 2, 32)}, "k and v"), ({"q": torch.zeros(2, 3, 64)}, "does not fit"), ({"v": torch.zeros(2, 2, 64).half()}, "v"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attend_names_what_is_wrong(change, named):
+    layer, pages, _ = filled_layer(2, 64, [9])
+    table = torch.zeros(2, 32)
+    given = {"q": torch.zeros(2, 4, 64), "k": torch.zeros(2, 2, 64), "v": torch.zeros(2, 2, 64), "cos": table, "sin": table, "rotary_dim": 64}
+    given |= change
+    with pytest.raises(ArgumentError, match=named):
+        ops.attend(layer=layer, batch=indices([(0, 2)], pages), scale=0.1, **given)

@@ -14,25 +14,29 @@ from exl3.errors import ArgumentError
 
 @click.command("bench")
 @click.argument("model", type=click.Path(exists=True, file_okay=False))
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="default: 512, fewer where the model's context is shorter")
+@click.option("--new-tokens", type=click.IntRange(min=2), help="default: 128, fewer where the context is shorter")
 @click.option(
     "--context", type=click.IntRange(min=0), default=0, show_default=True, help="tokens already in the cache when decoding is timed"
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
 @device_option
 @json_flag
-def command(model: str, prompt_tokens: int, new_tokens: int, context: int, repeat: int, device: str | None, as_json: bool) -> None:
+def command(
+    model: str, prompt_tokens: int | None, new_tokens: int | None, context: int, repeat: int, device: str | None, as_json: bool
+) -> None:
     """Tokens per second of the model in directory MODEL: prefill, and decode of one sequence. Medians of --repeat runs."""
     import exl3
     from exl3.parallel import plan
 
-    need = max(prompt_tokens + 1, max(context, 1) + new_tokens)
     limit = plan(model, device).max_tokens
+    prompt_tokens = prompt_tokens or max(1, min(512, limit - 1))
+    new_tokens = new_tokens or max(2, min(128, limit - max(context, 1)))
+    need = max(prompt_tokens + 1, max(context, 1) + new_tokens)
     if need > limit:
         raise ArgumentError(
-            f"--prompt-tokens {prompt_tokens}, --context {context} and --new-tokens {new_tokens} need {need} tokens; the model's context is "
-            f"{limit}: lower them"
+            f"--prompt-tokens {prompt_tokens}, --context {context} and --new-tokens {new_tokens} take {need} tokens; the model's context "
+            f"is {limit}: lower them"
         )
     start = time.perf_counter()
     loaded = exl3.load(model, device=device, max_tokens=need)
