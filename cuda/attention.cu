@@ -33,12 +33,17 @@ constexpr int kReserved = 1024;  // bytes of shared memory the system takes for 
 static void plan_decode(AttentionParams& p, const Device& device) {
   const int tiles = p.a.cache.kv_heads * p.chunks, blocks = p.a.cache.head_dim <= 128 ? 4 : 2, unit = kDecodeWarps * decode_run(quantized(&p.a));
   int most = (2 * device.sms + tiles - 1) / tiles;
-  for (int tokens = 16; tokens < p.a.tokens; tokens *= 2) most = most / 2;
+  p.least = 256 / unit;
+  for (int tokens = 16; tokens < p.a.tokens; tokens *= 2) {  // many tokens fill the card by themselves
+    most = most / 2;
+    p.least = 1024 / unit;
+  }
   if (most > kMostSplits) most = kMostSplits;
-  if (most > p.a.table_stride * (EXL3_PAGE / unit)) most = p.a.table_stride * (EXL3_PAGE / unit);
+  int units = p.a.table_stride * (EXL3_PAGE / unit);  // that a row can have in sight
+  if (p.a.window > 0 && units > p.a.window / unit + 2) units = p.a.window / unit + 2;
+  if (most > (units - 1) / p.least + 1) most = (units - 1) / p.least + 1;
   p.splits = most < 1 ? 1 : most;
   if ((int64_t)p.a.tokens * tiles * 4 > kAttentionCounters) p.splits = 1;
-  p.least = 256 / unit;
   // as deep as the blocks that share a multiprocessor allow
   int resident = (int)(((int64_t)p.a.tokens * tiles * p.splits + device.sms - 1) / device.sms);
   if (resident > blocks) resident = blocks;
