@@ -260,7 +260,9 @@ def test_poisoned_output_is_overwritten_everywhere():
 
 @pytest.mark.parametrize("native_op", [True, False])
 @pytest.mark.parametrize(("k_bits", "v_bits"), [(16, 16), (4, 6)])
-@pytest.mark.parametrize(("rotary_dim", "interleaved", "norms"), [(64, False, True), (32, True, False), (0, False, True), (0, False, False)])
+@pytest.mark.parametrize(
+    ("rotary_dim", "interleaved", "norms"), [(64, False, True), (32, True, False), (0, False, True), (0, False, False)]
+)
 def test_attend_is_rotary_append_and_attention(monkeypatch, native_op, k_bits, v_bits, rotary_dim, interleaved, norms):
     if not native_op:
         monkeypatch.delitem(ops.backend("cpu").ops, "attend")
@@ -289,14 +291,15 @@ def test_attend_is_rotary_append_and_attention(monkeypatch, native_op, k_bits, v
     ("change", "named"),
     [
         ({"cos": None}, "cos and sin"), ({"rotary_dim": 65}, "rotary_dim 65"), ({"q_norm": torch.ones(63)}, "q_norm"),
-        ({"k": torch.zeros(2, 2, 32)}, "k and v"), ({"q": torch.zeros(2, 3, 64)}, "does not fit"), ({"v": torch.zeros(2, 2, 64).half()}, "v"),
+        ({"k": torch.zeros(2, 2, 32)}, "k and v"), ({"q": torch.zeros(2, 3, 64)}, "does not fit"),
+        ({"v": torch.zeros(2, 2, 64).half()}, "v"),
     ],
     ids=str,
 )  # fmt: skip
 def test_attend_names_what_is_wrong(change, named):
     layer, pages, _ = filled_layer(2, 64, [9])
     table = torch.zeros(2, 32)
-    given = {"q": torch.zeros(2, 4, 64), "k": torch.zeros(2, 2, 64), "v": torch.zeros(2, 2, 64), "cos": table, "sin": table, "rotary_dim": 64}
-    given |= change
+    q, k, v = (torch.zeros(2, n, 64) for n in (4, 2, 2))
+    given = {"q": q, "k": k, "v": v, "cos": table, "sin": table, "rotary_dim": 64, **change}
     with pytest.raises(ArgumentError, match=named):
         ops.attend(layer=layer, batch=indices([(0, 2)], pages), scale=0.1, **given)
