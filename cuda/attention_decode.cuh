@@ -181,7 +181,6 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ int last_arrived;
   ptx::launch_dependents();
-  ptx::wait_for_previous();
   const exl3_attention_args& a = p.a;
   const exl3_cache_layer& c = a.cache;
   const int token = blockIdx.x, kv_head = blockIdx.y / p.chunks, chunk = blockIdx.y % p.chunks, split = blockIdx.z;
@@ -193,7 +192,9 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   const int row = a.token_row[token], position = a.positions[token];
   const int heads = min(kColumns, p.group - chunk * kColumns), head0 = kv_head * p.group + chunk * kColumns;
 
+  // indices are copies from the host, which no kernel of a step writes: they are read while the kernel before still runs
   if (row < 0) {
+    ptx::wait_for_previous();
     if (split == 0)
       for (int i = threadIdx.x; i < heads * D; i += kDecodeWarps * 32)
         store(a.y, token * a.y_stride + (int64_t)(head0 + i / D) * D + i % D, a.dtype, 0.f);
@@ -207,6 +208,18 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   const int tokens = tile_tokens(p, token, row, position);
   if (tokens == 0) return;
   const int highest = position + tokens - 1, rows = tokens * heads;
+  const int before = p.fresh.k ? tokens_before(a, token, row, position, lane) : 0;
+
+  // this warp's runs of positions: one of each unit of the split
+  const int stage_bytes = k_side.bytes + v_side.bytes, stages = p.stages;
+  uint8_t* ring = shared + decode_ring(D) + warp * stages * stage_bytes;
+  const int* table = a.block_table + (int64_t)row * a.table_stride;
+  int ahead = (first_unit + (split + active - first_unit % active) % active) * kUnit + warp * kRun;
+  const int step = active * kUnit;
+  if (a.window > 0 && ahead + kRun <= position - a.window + 1) ahead += step;  // before the window
+  int page = ahead <= highest ? table[ahead / EXL3_PAGE] : 0;
+  int at = ahead;
+  ptx::wait_for_previous();
 
   // this warp's queries start to load
   constexpr int kMine = kColumns / kDecodeWarps;
@@ -221,15 +234,6 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
       for (int group = 0; group < kGroups; group++) head[j].v[group] = 0.f;
   }
 
-  // this warp's runs of positions: one of each unit of the split
-  const int stage_bytes = k_side.bytes + v_side.bytes, stages = p.stages;
-  uint8_t* ring = shared + decode_ring(D) + warp * stages * stage_bytes;
-  const int* table = a.block_table + (int64_t)row * a.table_stride;
-  int ahead = (first_unit + (split + active - first_unit % active) % active) * kUnit + warp * kRun;
-  const int step = active * kUnit;
-  if (a.window > 0 && ahead + kRun <= position - a.window + 1) ahead += step;  // before the window
-  int page = ahead <= highest ? table[ahead / EXL3_PAGE] : 0;
-  int at = ahead;
   const SideCopy copy_k(k_side, c, 0, kv_head, lane), copy_v(v_side, c, 1, kv_head, lane);
   auto fetch = [&](int stage) {
     if (ahead <= highest) {
@@ -251,7 +255,6 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
     ptx::copy_commit();
   };
   // the first fetches go ahead where they read no position that is appended here
-  const int before = p.fresh.k ? tokens_before(a, token, row, position, lane) : 0;
   const bool early = !p.fresh.k || ahead > highest || ahead + (stages - 2) * step + kRun <= position - before;
   if (early)
     for (int i = 0; i < stages - 1; i++) fetch(i);

@@ -117,27 +117,21 @@ GPU_FN uint32_t descend(const float* x, int vocab, unsigned long long wanted, un
   return prefix;
 }
 
-// Sums of the bins (bin_of(v) below 0: out) in low and high, then the bin where passed + sums reach `wanted` in result[0] and what lies above
-// it in result[1]; kSampleThreads: none. share >= 0: wanted is that share of all weight. `whole`: all weight is left in result[2].
-template <class Weight, class Bin>
-GPU_FN void find_bin(const float* x, int vocab, bool whole, double share, unsigned long long& wanted, unsigned long long passed,
-                     const ThresholdSpace& s, Weight weight, Bin bin_of) {
+GPU_FN void add_to_bin(const ThresholdSpace& s, int b, unsigned long long w) {
+  const unsigned old = shared_fetch_add(&s.low[b], (unsigned)w), high = (unsigned)(w >> 32) + (old + (unsigned)w < old ? 1u : 0u);
+  if (high) shared_add(&s.high[b], high);
+}
+GPU_FN void clear_bins(const ThresholdSpace& s) {
   const int t = thread_id();
   block_sync();
   s.low[t] = s.high[t] = 0;
   if (t == 0) *s.count = 0;
   block_sync();
-  Run run = {-1, 0};
-  auto flush = [&](int b, unsigned long long w) {
-    const unsigned old = shared_fetch_add(&s.low[b], (unsigned)w), high = (unsigned)(w >> 32) + (old + (unsigned)w < old ? 1u : 0u);
-    if (high) shared_add(&s.high[b], high);
-  };
-  for_columns(x, vocab, [&](int, float v) {
-    const unsigned long long w = weight(v);
-    const int b = bin_of(v);
-    if (w && b >= 0) add_to(run, b, w, flush);
-  });
-  add_to(run, -1, 0, flush);
+}
+// The bin where passed + sums reach `wanted` in result[0], what lies above it in result[1]; kSampleThreads: none. share >= 0: wanted is that
+// share of all weight, which is left in result[2].
+GPU_FN void select_bin(const ThresholdSpace& s, double share, unsigned long long& wanted, unsigned long long passed) {
+  const int t = thread_id();
   block_sync();
   const unsigned long long mine = wide_warp_sum((unsigned long long)s.high[t] << 32 | s.low[t]);
   if (lane_id() == 0) s.warps[warp_id()] = mine;
@@ -147,11 +141,11 @@ GPU_FN void find_bin(const float* x, int vocab, bool whole, double share, unsign
   if (share >= 0.0) {
     const double target = share * (double)all;
     wanted = target < 1.0 ? 1ull : (unsigned long long)target;
+    if (t == 0) s.result[2] = all;
   }
   if (t == 0) {
     s.result[0] = kSampleThreads;
     s.result[1] = all;
-    if (whole) s.result[2] = all;
     for (int b = 0; b < kSampleThreads && all >= wanted;) {
       if (b % 32 == 0 && passed + s.warps[b / 32] < wanted) {
         passed += s.warps[b / 32];
@@ -170,16 +164,51 @@ GPU_FN void find_bin(const float* x, int vocab, bool whole, double share, unsign
   }
   block_sync();
 }
+// Among `count` listed values the key at which passed + weights reach `wanted`; in result[1] the weight strictly above it. bin_of: a finer bin.
+template <class Bin>
+GPU_FN uint32_t rank_list(int count, unsigned long long wanted, unsigned long long passed, const ThresholdSpace& s, Bin bin_of) {
+  const int t = thread_id();
+  int left = count;
+  if (count > 32) {
+    clear_bins(s);
+    const int mine = t < count ? bin_of(key_value(s.keys[t])) : -1;
+    if (t < count) add_to_bin(s, mine, s.weights[t]);
+    select_bin(s, -1.0, wanted, passed);
+    const int bin = (int)s.result[0];
+    passed = s.result[1];
+    if (mine == bin) s.low[shared_fetch_add(s.count, 1u)] = (unsigned)t;
+    block_sync();
+    left = (int)*s.count;
+  } else {
+    block_sync();
+    s.low[t] = (unsigned)t;
+    block_sync();
+  }
+  if (t < left) {
+    const uint32_t key = s.keys[s.low[t]];
+    unsigned long long above = passed, own = 0;
+    for (int i = 0; i < left; i++) {
+      const unsigned other = s.low[i];
+      if (s.keys[other] > key) above += s.weights[other];
+      if (s.keys[other] == key) own += s.weights[other];
+    }
+    if (above < wanted && above + own >= wanted) {  // true of one key; its ties write the same
+      s.result[0] = key;
+      s.result[1] = above;
+    }
+  }
+  block_sync();
+  return (uint32_t)s.result[0];
+}
 
 // The largest key such that the weights of the values at or above it reach `wanted` (> 0), or, where share >= 0, `share` of all weight; in
 // s.result[1] the weight strictly above it, in s.result[2] all weight. Weights are whole numbers, so no order of adding matters; 0: of a
-// value that is out. The values are sorted into bins by their distance from `best`, the largest, up to `span`, and those of the bin where
-// `wanted` is reached once more if they are many; the values of the last bin are ranked.
+// value that is out. The values are sorted into bins by their distance from `best`, the largest, up to `span`; those of the bin where
+// `wanted` is reached are listed, or sorted once more if they are very many.
 template <class Weight>
 GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, double share, unsigned long long wanted,
                           const ThresholdSpace& s, Weight weight) {
   constexpr float kBins = (float)kSampleThreads;
-  const int t = thread_id();
   const float scale = kBins / span;
   auto clamped = [](float b) { return b < kBins - 1.f ? (int)b : kSampleThreads - 1; };
   unsigned long long passed = 0;
@@ -189,14 +218,29 @@ GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, dou
     const int whole = clamped(b);
     return coarse < 0 ? whole : whole != coarse ? -1 : clamped((b - (float)whole) * kBins);
   };
+  auto finer_bin = [&](float v) {
+    float b = (best - v) * scale;
+    if (coarse >= 0) b = (b - (float)clamped(b)) * kBins;
+    return clamped((b - (float)clamped(b)) * kBins);
+  };
   for (int round = 0; round < 2; round++) {
-    find_bin(x, vocab, round == 0, round == 0 ? share : -1.0, wanted, passed, s, weight, bin_of);
+    clear_bins(s);
+    Run run = {-1, 0};
+    auto flush = [&](int b, unsigned long long w) { add_to_bin(s, b, w); };
+    for_columns(x, vocab, [&](int, float v) {
+      const unsigned long long w = weight(v);
+      const int b = bin_of(v);
+      if (w && b >= 0) add_to(run, b, w, flush);
+    });
+    add_to(run, -1, 0, flush);
+    select_bin(s, round == 0 ? share : -1.0, wanted, passed);
     bin = (int)s.result[0];
     if (bin == kSampleThreads) return 0;  // all together are less: everything stays
     passed = s.result[1];
     for_columns(x, vocab, [&](int, float v) {
+      if (bin_of(v) != bin) return;
       const unsigned long long w = weight(v);
-      if (!w || bin_of(v) != bin) return;
+      if (!w) return;
       const unsigned at = shared_fetch_add(s.count, 1u);
       if (at >= (unsigned)kSampleList) return;
       s.keys[at] = order_key(v);
@@ -204,22 +248,7 @@ GPU_FN uint32_t threshold(const float* x, int vocab, float best, float span, dou
     });
     block_sync();
     const int count = (int)*s.count;
-    if (count <= kSampleList) {
-      if (t < count) {
-        const uint32_t key = s.keys[t];
-        unsigned long long above = passed, own = 0;
-        for (int i = 0; i < count; i++) {
-          if (s.keys[i] > key) above += s.weights[i];
-          if (s.keys[i] == key) own += s.weights[i];
-        }
-        if (above < wanted && above + own >= wanted) {  // true of one key; its ties write the same
-          s.result[0] = key;
-          s.result[1] = above;
-        }
-      }
-      block_sync();
-      return (uint32_t)s.result[0];
-    }
+    if (count <= kSampleList) return rank_list(count, wanted, passed, s, finer_bin);
     if (round == 0) coarse = bin;
   }
   return descend(x, vocab, wanted, passed, s, [&](float v) { return bin_of(v) == bin ? weight(v) : 0ull; });

@@ -81,6 +81,8 @@ def wider(name, head_dim=64):
         if key in rope:
             n = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
             rope[key] = [rope[key][i * len(rope[key]) // n] for i in range(n)]
+    if name == "phi3_longrope":  # some versions of transformers check the lists by hidden_size
+        return {"hidden_size": 4 * head_dim, "head_dim": head_dim, "rope_parameters": rope}
     return {"head_dim": head_dim} | ({"rope_parameters": rope} if rope else {})
 
 

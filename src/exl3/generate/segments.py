@@ -7,6 +7,7 @@ import gc
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from exl3.ops import native
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_TOKENS = BUCKETS[-1]
 
-_pools: dict[int, Any] = {}  # device index -> memory pool that all graphs of the device share
+_pools: dict[int, tuple[Any, weakref.WeakSet[Any]]] = {}  # device index -> memory pool that all its graphs share, those that live
+_streams: dict[int, Any] = {}  # device index -> the stream steps are recorded on: memory belongs to streams
 
 
 def recorder(device: torch.device) -> str:
@@ -82,22 +84,32 @@ class Indices:
 
 
 @contextlib.contextmanager
-def _capture(graph: Any, pool: Any, side: Any) -> Iterator[None]:
-    """Records on `side`, a stream of the current device, into `graph`; other threads (filters, the server) may call CUDA meanwhile.
-    torch.cuda.graph also empties the allocator's cache and collects garbage: some 40 ms each time, while jobs wait."""
-    torch.cuda.synchronize()
-    collects = gc.isenabled()
-    gc.disable()  # nothing is to free device memory in the middle
-    try:
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
-    finally:
-        if collects:
-            gc.enable()
+def _capture(graph: Any, index: int, side: Any) -> Iterator[None]:
+    """Records on `side`, a stream of device `index`, into `graph`; other threads (filters, the server) may call CUDA meanwhile.
+
+    torch.cuda.graph also collects garbage and empties the allocator's cache, some 40 ms while jobs wait. That is left out where the
+    pool is in use; one whose last graph has gone is only known to the allocator again after it."""
+    if index not in _pools:
+        _pools[index] = torch.cuda.graph_pool_handle(), weakref.WeakSet()
+    pool, alive = _pools[index]
+    if not alive:
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            yield
+    else:
+        torch.cuda.synchronize()
+        collects = gc.isenabled()
+        gc.disable()  # nothing is to free device memory in the middle
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+    alive.add(graph)
 
 
 @dataclass
@@ -210,7 +222,7 @@ class Segment:
         batch = self._batch(size)
         with torch.cuda.device(self.device):
             index = torch.cuda.current_device()
-            side = torch.cuda.Stream()
+            side = _streams.setdefault(index, torch.cuda.Stream())
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # once as it is: lazy allocations and library handles belong outside the capture
                 stream = None if self._stream is None else self._stream.clone()
@@ -220,13 +232,11 @@ class Segment:
                 if self._stream is not None and stream is not None:  # blocks work in place
                     self._stream.copy_(stream)
             torch.cuda.current_stream().wait_stream(side)
-            if index not in _pools:
-                _pools[index] = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             batch.tables.clear()
             out = self._out[:size]
             batch.logits = out if self.stage.last else None
-            with _capture(graph, _pools[index], side):
+            with _capture(graph, index, side):
                 made = self._forward(batch)
                 if made.data_ptr() != out.data_ptr():
                     out.copy_(made)
