@@ -127,7 +127,7 @@ int attend(const exl3_attend_args* t, void* stream) {
   AttentionParams p;
   const AttentionKernels kernels = kernels_for(a, *device);
   if (a->tokens > kMostDecodeTokens || !plan_on_tensor_cores(a, *device, kernels, p))
-    return attend_in_three(t, stream, portable::plain_rotary, portable::plain_append, attention);
+    return attend_in_three(t, stream, rotary, cache_append, attention);
   if (t->rotary_dim > a->cache.head_dim) return refuse(EXL3_BAD_ARGUMENT, "attend: rotary_dim %d is above head_dim %d", t->rotary_dim, a->cache.head_dim);
   p.fresh = {t->k, t->v, t->k_stride, t->v_stride, t->cos, t->sin, t->q_norm, t->k_norm, t->rotary_dim, t->interleaved, t->eps};
   return launch_decode(kernels.decode, p, stream);

@@ -15,8 +15,6 @@ int few_act_mul(const exl3_act_mul_args* a, void* stream);
 int few_cache_read(const exl3_cache_read_args* a, void* stream);
 int few_cache_append(const exl3_cache_append_args* a, void* stream);
 int plain_attention(const exl3_attention_args* a, void* stream);
-int plain_rotary(const exl3_rotary_args* a, void* stream);
-int plain_append(const exl3_cache_append_args* a, void* stream);
 int checked_linear(const exl3_linear_args* a);
 int checked_weight(const char* op, const exl3_weight* w);
 int checked_cache(const char* op, const exl3_cache_layer& c);

@@ -50,8 +50,6 @@ int few_act_mul(const exl3_act_mul_args* a, void* stream) { return act_mul(a, st
 int few_cache_read(const exl3_cache_read_args* a, void* stream) { return cache_read(a, stream); }
 int few_cache_append(const exl3_cache_append_args* a, void* stream) { return cache_append(a, stream); }
 int plain_attention(const exl3_attention_args* a, void* stream) { return attention_plain(a, stream); }
-int plain_rotary(const exl3_rotary_args* a, void* stream) { return rotary(a, stream); }
-int plain_append(const exl3_cache_append_args* a, void* stream) { return cache_append(a, stream); }
 int checked_linear(const exl3_linear_args* a) { return check_linear(a); }
 int checked_weight(const char* op, const exl3_weight* w) { return check_weight(op, w); }
 int checked_cache(const char* op, const exl3_cache_layer& c) { return check_cache(op, c); }

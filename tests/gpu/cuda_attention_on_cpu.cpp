@@ -25,9 +25,9 @@ int launch(Kernel, unsigned, unsigned, const void*, int, void*) { return EXL3_UN
 int refuse(exl3_status status, const char*, ...) { return status; }
 static int checked_attention(const exl3_attention_args* a) { return check_attention(a); }
 static int plain_attention(const exl3_attention_args*, void*) { return EXL3_UNSUPPORTED; }
-static int plain_rotary(const exl3_rotary_args*, void*) { return EXL3_UNSUPPORTED; }
-static int plain_append(const exl3_cache_append_args*, void*) { return EXL3_UNSUPPORTED; }
 }  // namespace portable
+static int rotary(const exl3_rotary_args*, void*) { return EXL3_UNSUPPORTED; }
+static int cache_append(const exl3_cache_append_args*, void*) { return EXL3_UNSUPPORTED; }
 }  // namespace exl3
 
 #include "source.inc"
