@@ -1,13 +1,16 @@
 // Plans and launches of the product: which kernel, how many slices, where things lie in the workspace.
 //
-// Workspace: 64 KiB of counters (zero before and after), scales, operand image, partial sums.
+// Workspace: counters and the inbox of the even product (zero before and after, always in the same place), then what one call needs.
+#include "even.cuh"
 #include "parts.h"
 #include "product.cuh"
 #include "wide.h"
 
 namespace exl3 {
 
-#define X(k2) ProductEntries product_entries_##k2();
+#define X(k2)                               \
+  ProductEntries product_entries_##k2(); \
+  even::EvenEntries even_entries_##k2();
 EXL3_RATES(X)
 #undef X
 
@@ -24,41 +27,35 @@ static const ProductEntry* find_kernel(int k2, int mode, int blocks) {
   return nullptr;
 }
 
+static const even::EvenEntry* find_even(int k2, int mode, int blocks) {
+  even::EvenEntries entries{};
+  switch (k2) {
+#define X(k2) \
+  case k2: entries = even_entries_##k2(); break;
+    EXL3_RATES(X)
+#undef X
+  }
+  for (int i = 0; i < entries.count; i++)
+    if (entries.first[i].mode == mode && entries.first[i].blocks == blocks) return entries.first + i;
+  return nullptr;
+}
+
 constexpr int64_t kCounterBytes = 65536;
 constexpr int kMostRows = 4096;         // of one pass: bounds the workspace, keeps the rotated input in the L2 cache
-constexpr int kFusedRows = 2;           // up to so many rows each block rotates its own slice of the input
-constexpr int kFusedStage = 32 * 1024;  // where the rotated slice fits
-constexpr int kResidentImage = 72 * 1024;
+// Chunks of 256 inputs, times rows, that a block rotates itself; with more of them a kernel before it does. One row may be dearer.
+constexpr int kFusedTasks = 24, kFusedChunks = 64;
+constexpr int kFewestWork = 8;          // rows of tiles of a block
+
+// Zero between calls, so where it ends depends on the card alone.
+static int64_t zero_bytes(const Device& device) { return kCounterBytes + (int64_t)device.sms * 2 * even::kMostColumns * 512; }
 
 struct Plan {
   ProductParams p;
+  bool few;          // up to eight rows, multiplied by the hash itself
   int mode, blocks;  // of eight operand columns
-  int units, row_tiles;
-  int64_t scales, image, partial, total;  // workspace offsets
+  int units, grid;
+  int64_t scales, squares, image, total;  // workspace offsets
 };
-
-// Slices of the inner dimension, from 1 to 8. A model of the time, fitted to measurements on an H200: rows of tiles of the busiest
-// multiprocessor and what its blocks cost besides, dearer with fewer than `resident` blocks on it (less latency hidden) and where not all
-// blocks run at once. columns: of operands.
-static int choose_slices(int units, int blocks, int columns, int sms) {
-  const int resident = columns <= 8 ? 3 : columns <= 16 ? 2 : 1, besides = columns <= 8 ? 2 : columns <= 16 ? 5 : 14;
-  int best = 1;
-  double best_cost = 1e30;
-  for (int s : {1, 2, 3, 4, 6, 8}) {
-    if (s > blocks) break;
-    const int64_t all = (int64_t)units * s, each = (all + sms - 1) / sms;
-    const int64_t places = (int64_t)resident * (s > 4 ? sms * 10 / 11 : sms);  // large clusters leave some out
-    double cost = (double)each * ((blocks + s - 1) / s + besides);
-    if (resident == 3 && each < 3) cost *= each == 1 ? 1.35 : 1.1;
-    if (resident == 2 && each == 1) cost *= 1.5;
-    if (all > places) cost *= 1.2;
-    if (cost < best_cost) {
-      best_cost = cost;
-      best = s;
-    }
-  }
-  return best;
-}
 
 static bool same_kernel(const exl3_weight& a, const exl3_weight& b) {
   return a.k2 == b.k2 && (a.codebook == EXL3_MUL1) == (b.codebook == EXL3_MUL1);
@@ -68,6 +65,27 @@ static int64_t take(int64_t& at, int64_t bytes) {
   const int64_t offset = at;
   at += (bytes + 255) / 256 * 256;
   return offset;
+}
+
+// Warps, and who rotates the input, as shared memory allows. The number of warps must not depend on that of rows: a row has the same bits whatever
+// stands beside it.
+static void set_shape(Plan& plan, int k2, const Device& device) {
+  ProductParams& p = plan.p;
+  auto fits = [&](int rows, int fused) {
+    ProductParams q = p;
+    q.rows = rows;
+    q.columns = operand_columns(plan.mode, rows);
+    q.row_bytes = operand_row_bytes(plan.mode, q.columns);
+    q.fused = fused;
+    plan.blocks = q.columns > 8 ? 2 : 1;
+    if (product_shared(q, k2, plan.blocks).total > device.shared_bytes) return false;
+    p = q;
+    return true;
+  };
+  const int rows = p.rows;
+  for (p.row_shift = 3; p.row_shift > 1 && !fits(kRows, 0);) p.row_shift--;
+  const int inputs = fused_inputs(p, 15, 15 + p.share + 1).chunks * rows * p.rotations;
+  if (inputs > (rows == 1 ? kFusedChunks : kFusedTasks) || !fits(rows, 1)) fits(rows, 0);
 }
 
 // The plan for matrices first .. first+count-1 of the call, all of one rate and kind of codebook.
@@ -99,42 +117,66 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   p.norm_weight = a->norm_weight;
   p.x_stride = a->x_stride;
   p.norm_eps = a->norm_eps;
-  const bool few = a->rows <= kRows && !(bytes && a->planes == 0);
-  plan.blocks = a->rows <= 16 ? 2 : 4;
-  plan.row_tiles = few ? 1 : (a->rows + plan.blocks * 8 - 1) / (plan.blocks * 8);
-  const int columns = few ? (bytes ? p.planes : 1) * a->rows : plan.blocks * 8;
-  p.slices = choose_slices(plan.units * plan.row_tiles, p.blocks, columns, device.sms);
-  auto cut = [&] {
-    p.slice_blocks = p.blocks / p.slices;
-    p.slice_rest = p.blocks % p.slices;
-  };
-  cut();
-  if (few) {
-    plan.mode = bytes ? kBytes : kPairs;
-    p.image_columns = bytes ? p.planes * a->rows : a->rows;
-    if (p.image_columns > 8) p.image_columns = 16;
-    plan.blocks = p.image_columns > 8 ? 2 : 1;
-    const int images = p.rotations > 1 && p.segments > 1 ? 2 : 1;
-    while (p.slices * 2 <= kMaxSlices && p.slices * 2 <= p.blocks &&
-           images * widest_slice(p) * 8 * p.image_columns * image_column_bytes(plan.mode) > kResidentImage) {
-      p.slices *= 2;
-      cut();
-    }
-    p.fused = a->rows <= kFusedRows && a->rows * widest_slice(p) * 512 <= kFusedStage;
-  } else {
-    plan.mode = bytes ? kDecodeBytes : kDecodePairs;
-    p.image_columns = plan.blocks * 8;
-  }
-  const bool clusters = device.code >= 90;
-  const int steps = (widest_slice(p) + rows_in_slot(w.k2) - 1) / rows_in_slot(w.k2) * p.segments;
-  p.ring_slots = steps < kRingSlots ? steps : kRingSlots;
+  const bool few = a->rows <= kRows;
+  plan.few = few;
+  plan.mode = bytes ? few && a->planes != 0 ? kBytes : kDecodeBytes : few ? kPairs : kDecodePairs;
+  if (!few) return plan;
+  const int work = plan.units * p.segments * p.blocks * 8, most = work / kFewestWork;
+  plan.grid = most < device.sms ? most : device.sms;
+  p.share = work / plan.grid;
+  p.rest = work % plan.grid;
+  set_shape(plan, w.k2, device);
+  const int chunks = chunks_of(p);
+  int64_t at = zero_bytes(device);
+  plan.scales = take(at, p.fused ? 0 : (int64_t)p.rotations * chunks * kRows * 4);
+  plan.squares = take(at, p.fused ? 0 : (int64_t)chunks * kRows * 4);
+  plan.image = take(at, p.fused ? 0 : (int64_t)p.rotations * p.blocks * 8 * p.row_bytes);
+  plan.total = at;
+  return plan;
+}
 
-  int64_t at = kCounterBytes;
-  plan.scales = take(at, (int64_t)p.rotations * a->rows * p.slices * sizeof(SliceScale));
-  plan.image = take(at, p.fused ? 0 : (int64_t)p.rotations * plan.row_tiles * p.blocks * 8 * p.image_columns * image_column_bytes(plan.mode));
-  plan.partial = take(at, clusters || p.slices == 1
-                          ? 0
-                          : (int64_t)plan.row_tiles * plan.units * p.slices * p.segments * plan.blocks * 8 * 128 * sizeof(float));
+struct EvenPlan {
+  even::EvenParams p;
+  int mode, blocks;  // of eight operand columns
+  int grid, passes;
+  int64_t inputs, image, total;  // workspace offsets
+};
+static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, const Device& device) {
+  EvenPlan plan{};
+  even::EvenParams& p = plan.p;
+  const ProductParams& f = from.p;
+  for (int i = 0; i < EXL3_MAX_GROUP; i++) p.matrix[i] = f.matrix[i];
+  for (int i = 0; i <= EXL3_MAX_GROUP; i++) p.first_group[i] = f.first_group[i];
+  p.count = f.count;
+  p.segments = f.segments;
+  p.rows = p.all_rows = a->rows;
+  p.blocks = f.blocks;
+  p.in_features = f.in_features;
+  p.x_dtype = f.x_dtype;
+  p.y_dtype = f.y_dtype;
+  p.activation = f.activation;
+  p.accumulate = f.accumulate;
+  p.rotations = f.rotations;
+  p.x = f.x;
+  p.norm_weight = f.norm_weight;
+  p.x_stride = f.x_stride;
+  p.norm_eps = f.norm_eps;
+  plan.mode = from.mode;
+  const int work = from.units * p.segments * p.blocks;
+  plan.grid = work < device.sms ? work : device.sms;
+  p.share = work / plan.grid;
+  p.rest = work % plan.grid;
+  plan.blocks = a->rows <= 16 ? 2 : a->rows <= 32 ? 4 : 8;
+  auto set = [&] {
+    p.columns = plan.blocks * 8;
+    p.rows = a->rows < p.columns ? a->rows : p.columns;
+  };
+  for (set(); plan.blocks > 2 && even::even_shared(p, k2, plan.blocks).total > device.shared_bytes; set()) plan.blocks /= 2;
+  plan.passes = (a->rows + p.columns - 1) / p.columns;
+  p.image_stride = (int64_t)plan.passes * p.blocks * 8 * p.columns * 32;
+  int64_t at = zero_bytes(device);
+  plan.inputs = take(at, (int64_t)p.rotations * a->rows * sizeof(even::RowInput));
+  plan.image = take(at, p.rotations * p.image_stride);
   plan.total = at;
   return plan;
 }
@@ -147,7 +189,7 @@ static bool goes_wide(const exl3_linear_args* a, int units, const Device& device
 }
 
 static WidePlan wide_plan(const Plan& plan, const Device& device) {
-  return make_wide(plan.p, plan.mode == kDecodeBytes, kCounterBytes, device.sms, device.wide);
+  return make_wide(plan.p, plan.mode == kDecodeBytes, zero_bytes(device), device.sms, device.wide);
 }
 
 // Calls f(first, count) for each run of matrices one launch can serve; false from f ends it.
@@ -170,7 +212,7 @@ static bool needs_plain(const exl3_linear_args* a, const Device& device) {
 int64_t linear_workspace(const exl3_linear_args* a) {
   const Device* device = current_device();
   if (!device || portable::checked_linear(a) != EXL3_OK || a->rows <= 0) return 0;
-  if (needs_plain(a, *device)) return portable::plain_linear_workspace(a);
+  if (needs_plain(a, *device)) return zero_bytes(*device) + portable::plain_linear_workspace(a);
   exl3_linear_args part = *a;
   int64_t most = 0;
   // the last pass may have fewer rows than the others, and then another kernel
@@ -179,21 +221,14 @@ int64_t linear_workspace(const exl3_linear_args* a) {
     if (rows <= 0) continue;
     for_each_run(&part, [&](int first, int count) {
       const Plan plan = make_plan(&part, first, count, *device);
-      const int64_t bytes = goes_wide(&part, plan.units, *device) ? wide_plan(plan, *device).total : plan.total;
+      const int64_t bytes = goes_wide(&part, plan.units, *device) ? wide_plan(plan, *device).total
+                            : plan.few                            ? plan.total
+                                                                  : make_even(&part, a->weights[first]->k2, plan, *device).total;
       most = bytes > most ? bytes : most;
       return (int)EXL3_OK;
     });
   }
   return most;
-}
-
-static const void* prepare_kernel(int mode) {
-  switch (mode) {
-    case kBytes: return (const void*)prepare_input<kBytes>;
-    case kPairs: return (const void*)prepare_input<kPairs>;
-    case kDecodeBytes: return (const void*)prepare_input<kDecodeBytes>;
-    default: return (const void*)prepare_input<kDecodePairs>;
-  }
 }
 
 static int too_small(int64_t have, int64_t need) {
@@ -206,19 +241,39 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
   const ProductEntry* entry = find_kernel(k2, plan.mode, plan.blocks);
   if (!entry) return refuse(EXL3_UNSUPPORTED, "linear: this build has no kernel for K = %g", k2 / 2.0);
   uint8_t* space = (uint8_t*)a->workspace;
-  p.counters = (int32_t*)space;
-  p.scales = (SliceScale*)(space + plan.scales);
+  p.inbox = (float*)(space + kCounterBytes);
+  p.scales = (float*)(space + plan.scales);
+  p.squares = (float*)(space + plan.squares);
   p.image = space + plan.image;
-  p.partial = (float*)(space + plan.partial);
-  if (device.code < 90 && p.slices > 1 && (int64_t)plan.units * plan.row_tiles * 4 > kCounterBytes)
-    return refuse(EXL3_UNSUPPORTED, "linear: %d rows are too many for one call on this card", a->rows);
   if (!p.fused) {
-    const int status = launch(prepare_kernel(plan.mode), dim3(p.slices, a->rows, p.rotations), kWarps * 32, widest_slice(p) * 512, 1,
-                              (const void*)&p, (cudaStream_t)stream, "linear: rotation");
-    if (status) return status;
+    const auto kernel = plan.mode == kBytes ? prepare_input<kBytes> : plan.mode == kPairs ? prepare_input<kPairs> : prepare_input<kDecodeBytes>;
+    const dim3 grid((chunks_of(p) + kPrepareWarps - 1) / kPrepareWarps, a->rows, p.rotations);
+    if (const int status = launch(kernel, grid, kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
   }
-  const ProductShared shared = product_shared(p, k2, plan.mode, p.image_columns, plan.mode < kDecodeBytes ? a->rows : p.image_columns);
-  return launch(entry->kernel, dim3(p.slices, plan.units, plan.row_tiles), kWarps * 32, shared.total, p.slices, p, stream, "linear");
+  const int shared = product_shared(p, k2, plan.blocks).total;
+  return launch(entry->kernel, dim3(plan.grid), product_threads(p), shared, 1, p, stream, "linear");
+}
+
+static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, const Device& device, void* stream) {
+  EvenPlan plan = make_even(a, k2, from, device);
+  even::EvenParams& p = plan.p;
+  if (a->workspace_bytes < plan.total) return too_small(a->workspace_bytes, plan.total);
+  const even::EvenEntry* entry = find_even(k2, plan.mode, plan.blocks);
+  if (!entry) return refuse(EXL3_UNSUPPORTED, "linear: this build has no kernel for K = %g", k2 / 2.0);
+  uint8_t* space = (uint8_t*)a->workspace;
+  p.inbox = (float*)(space + kCounterBytes);
+  p.inputs = (even::RowInput*)(space + plan.inputs);
+  p.image = space + plan.image;
+  const dim3 prepare_grid(even::kRowParts, a->rows, p.rotations);
+  if (const int status = launch(even::prepare_even, prepare_grid, even::kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
+  const int shared = even::even_shared(p, k2, plan.blocks).total;
+  for (int pass = 0; pass < plan.passes; pass++) {
+    p.row0 = pass * p.columns;
+    p.rows = plan.passes > 1 && a->rows - p.row0 > p.columns ? p.columns : a->rows - p.row0;
+    if (const int status = launch(entry->kernel, dim3(plan.grid), even::kWarps * 32, shared, 1, p, stream, "linear")) return status;
+    p.image += (int64_t)p.blocks * 8 * p.columns * 32;
+  }
+  return EXL3_OK;
 }
 
 int linear(const exl3_linear_args* a, void* stream) {
@@ -226,7 +281,14 @@ int linear(const exl3_linear_args* a, void* stream) {
   if (!device) return EXL3_UNSUPPORTED;
   if (const int status = portable::checked_linear(a)) return status;
   if (a->rows <= 0) return EXL3_OK;
-  if (needs_plain(a, *device)) return portable::plain_linear(a, stream);
+  if (needs_plain(a, *device)) {  // away from what has to stay zero
+    const int64_t skipped = zero_bytes(*device), need = skipped + portable::plain_linear_workspace(a);
+    if (a->workspace_bytes < need) return too_small(a->workspace_bytes, need);
+    exl3_linear_args plain = *a;
+    plain.workspace = (uint8_t*)a->workspace + skipped;
+    plain.workspace_bytes -= skipped;
+    return portable::plain_linear(&plain, stream);
+  }
   auto advance = [](const void* p, int64_t elements, int dtype) { return (void*)((char*)p + elements * (dtype == EXL3_F32 ? 4 : 2)); };
   for (int row = 0; row < a->rows; row += kMostRows) {
     exl3_linear_args part = *a;
@@ -237,7 +299,8 @@ int linear(const exl3_linear_args* a, void* stream) {
     const int status = for_each_run(&part, [&](int first, int count) {
       Plan plan = make_plan(&part, first, count, *device);
       const int k2 = a->weights[first]->k2;
-      if (!goes_wide(&part, plan.units, *device)) return launch_product(&part, k2, plan, *device, stream);
+      if (!goes_wide(&part, plan.units, *device))
+        return plan.few ? launch_product(&part, k2, plan, *device, stream) : launch_even(&part, k2, plan, *device, stream);
       WidePlan wide = wide_plan(plan, *device);
       if (part.workspace_bytes < wide.total) return too_small(part.workspace_bytes, wide.total);
       return launch_wide(wide, k2, plan.mode == kDecodeBytes, part.activation, part.workspace, stream);

@@ -17,10 +17,13 @@ enum ProductMode {
   kDecodePairs = 3,  // mcg, 3inst decoded
 };
 
-constexpr int kWarps = 8;
-constexpr int kRows = 8;         // most rows of the modes that keep the input in shared memory
-constexpr int kMaxSlices = 8;    // blocks of one cluster
-constexpr int kRingSlots = 3;
+constexpr int kRows = 8;        // most rows of the product here
+constexpr int kScaleBlocks = 2;  // blocks of 128 inputs with one scale
+constexpr int kMostWarps = 16;   // of a block, that multiply
+constexpr int kFinishers = 4;    // and those that finish
+constexpr int kTiles = 4, kAcross = 8 / kTiles;  // of a warp, side by side; warps across the 128 columns
+constexpr int kPartBytes = 40;
+constexpr int kPitch = 136;      // words of 128 sums in shared memory, free of bank conflicts
 
 struct ProductMatrix {
   const uint8_t* trellis;
@@ -44,63 +47,81 @@ struct ProductParams {
   ProductMatrix matrix[EXL3_MAX_GROUP];
   int32_t first_group[EXL3_MAX_GROUP + 1];
   int32_t count;        // matrices in the work list
-  int32_t segments;     // 2: gate and up of one column group in one block, then act(gate) * up
-  int32_t rows;         // of the whole call
+  int32_t segments;     // 2: a unit is a column group of gate and of up, then act(gate) * up; else it is a column group
+  int32_t rows;
   int32_t blocks;       // in_padded / 128
-  int32_t slices;       // the inner dimension is shared by so many blocks: each has slice_blocks of it, the first slice_rest one more
-  int32_t slice_blocks, slice_rest;
-  int32_t ring_slots;   // at most kRingSlots
+  int32_t share, rest;  // work of a thread block: `share` rows of eight tiles, the first `rest` blocks one more
   int32_t planes;
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
   int32_t rotations;    // 1: all matrices take the same rotated input
-  int32_t fused;        // the kernel rotates its slice itself; else it reads image and scales
-  int32_t image_columns;
+  int32_t fused;        // the kernel rotates the inputs it needs itself; else it reads image, scales and squares
+  int32_t columns;      // of operands in the image
+  int32_t row_bytes;    // of it, 16 inputs
+  int32_t row_shift;    // log2 of the warps that share the rows of tiles
   const void* x;
   const float* norm_weight;
   int64_t x_stride;
   float norm_eps;
-  uint8_t* image;       // operands in fragment order, see image_offset
-  SliceScale* scales;   // [rotation][row][slice]
-  float* partial;       // without clusters: [unit][slice][segment][row][128]
-  int32_t* counters;    // [unit], zero before and after
+  uint8_t* image;       // [rotation][row of tiles][column] operands in fragment order
+  float* scales;        // [rotation][chunk of kScaleBlocks blocks][kRows]
+  float* squares;       // [chunk][kRows] sums of squares of x, for the norm
+  float* inbox;         // [block][segment][kRows][128]: sums on their way to the block that finishes a unit; zero means not yet there
 };
 
-// First block of 128 inputs of a slice.
-inline __host__ __device__ int slice_begin(const ProductParams& p, int slice) {
-  return slice * p.slice_blocks + (slice < p.slice_rest ? slice : p.slice_rest);
-}
-inline __host__ __device__ int widest_slice(const ProductParams& p) { return p.slice_blocks + (p.slice_rest > 0); }
+// Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it.
+inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + (block < p.rest ? block : p.rest); }
+inline __host__ __device__ int chunks_of(const ProductParams& p) { return (p.blocks + kScaleBlocks - 1) / kScaleBlocks; }
 
-// The operand image: for each 16 inputs and column (a row of x, or one int8 plane of it) four words, one a lane q: int8 of inputs
-// 2q, 2q+1, 2q+8, 2q+9; or fp16 of the same, eight bytes.
-inline __host__ __device__ int image_column_bytes(int mode) { return mode == kBytes ? 16 : 32; }
-
-inline constexpr __host__ __device__ int rows_in_slot(int k2) { return k2 <= 4 ? 4 : k2 <= 8 ? 2 : 1; }
-inline __host__ __device__ int tile_rows_bytes(int k2) { return 128 * k2; }  // eight tiles of one row of tiles
-inline __host__ __device__ int slot_bytes(int k2, int mode, int columns) {
-  return rows_in_slot(k2) * (tile_rows_bytes(k2) + (mode >= kDecodeBytes ? columns * 32 : 0));
+// The operand image: for each 16 inputs and column four words, one a lane q. int8 of inputs 2q, 2q+1, 2q+8, 2q+9; or fp16 of the same,
+// eight bytes. Bytes: columns 2r and 2r+1 are the high and low plane of row r. fp16: column r is row r.
+inline constexpr __host__ __device__ int column_bytes(int mode) { return mode == kBytes ? 16 : 32; }
+inline __host__ __device__ int operand_columns(int mode, int rows) { return mode == kBytes ? 2 * rows : rows; }
+// kDecodeBytes: behind the columns the sums of the 16 inputs, a float each row.
+inline __host__ __device__ int operand_row_bytes(int mode, int columns) {
+  return columns * column_bytes(mode) + (mode == kDecodeBytes ? kRows * 4 : 0);
 }
+
+// Of a warp's ring: 16 inputs by 64 columns are a row. nb: blocks of eight operand columns.
+inline constexpr __host__ __device__ int rows_in_slot(int k2) { return k2 <= 8 ? 4 : 2; }
+inline constexpr __host__ __device__ int ring_slots(int nb) { return nb == 1 ? 3 : 2; }
+
+// The inputs a thread block rotates itself: chunks from `first` on, round the end of the inputs; the image begins with them.
+struct FusedInputs {
+  int first, chunks;
+};
+inline __host__ __device__ FusedInputs fused_inputs(const ProductParams& p, int begin, int end) {
+  const int length = p.blocks * 8, chunk = kScaleBlocks * 8, all = chunks_of(p), from = begin % length, to = from + end - begin;
+  FusedInputs f{from / chunk, 0};
+  f.chunks = to <= length ? (to + chunk - 1) / chunk - f.first : all - f.first + (to - length + chunk - 1) / chunk;
+  if (f.chunks > all) f.chunks = all;
+  return f;
+}
+
+// Where a row of tiles lies in that image.
+inline __host__ __device__ int image_row(const ProductParams& p, const FusedInputs& inputs, int row) {
+  const int at = row - inputs.first * kScaleBlocks * 8;
+  return at < 0 ? at + p.blocks * 8 : at;
+}
+
+inline __host__ __device__ int product_threads(const ProductParams& p) { return (kAcross << p.row_shift) * 32 + kFinishers * 32; }
 
 struct ProductShared {  // offsets in dynamic shared memory
-  int image, exchange, received, total;
+  int slot;             // bytes from one slot of a ring to the next
+  int image, image_bytes, scales, squares, exchange, parts, total;
 };
-inline __host__ __device__ int operand_pairs(int columns) { return (columns + 1) & ~1; }  // columns go in pairs
-// Warps that write their sums side by side; more of them, fewer rounds.
-// fp16 rows have one number of slots, so that their order of adding does not depend on how many there are.
-inline __host__ __device__ int exchange_slots(int columns, int mode) { return columns > 8 ? 2 : columns > 4 || mode != kBytes ? 4 : 8; }
-// columns: live operand columns; rows: of x in this block.
-inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int mode, int columns, int rows) {
+inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int nb) {
   ProductShared s;
-  s.image = kWarps * p.ring_slots * slot_bytes(k2, mode, columns);
-  const int inputs = widest_slice(p) * 8;  // rows of tiles
-  const bool resident = mode < kDecodeBytes;
-  s.exchange = s.image + (resident ? p.rotations > 1 && p.segments > 1 ? 2 : 1 : 0) * inputs * columns * image_column_bytes(mode);
-  const int stage = p.fused ? rows * widest_slice(p) * 512 : 0;  // the exchange area holds the rotated input first
-  int exchange = exchange_slots(columns, mode) * 128 * operand_pairs(columns) * 4;
-  if (exchange < stage) exchange = stage;
-  s.received = s.exchange + exchange;
-  const int each = (rows + p.slices - 1) / p.slices;
-  s.total = s.received + p.slices * p.segments * each * 512;
+  const int warps = kAcross << p.row_shift;
+  const int most = p.share + (p.rest > 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
+  s.slot = rows_in_slot(k2) * (64 * k2 + (p.fused ? 0 : p.row_bytes));
+  s.image = warps * ring_slots(nb) * s.slot;
+  const int bound = (most + 3 * chunk - 2) / chunk, chunks = bound < all ? bound : all;  // one of them may be short
+  s.image_bytes = p.fused ? chunks * chunk * p.row_bytes : 0;  // of a rotation
+  s.scales = s.image + (p.fused ? p.rotations : 0) * s.image_bytes;
+  s.squares = s.scales + (p.fused ? p.rotations * all * kRows * 4 : 0);
+  s.exchange = s.squares + (p.fused ? all * kRows * 4 : 0);
+  s.parts = s.exchange + 2 * (p.rows << p.row_shift) * kPitch * 4;
+  s.total = s.parts + ((most - 1) / (p.segments * p.blocks * 8) + 2) * p.segments * kPartBytes;
   return s;
 }
 

@@ -1,4 +1,5 @@
-// The product kernels of one rate; compiled once for each EXL3_K2 (twice the bits a weight).
+// The products of up to 64 rows of one rate; compiled once for each EXL3_K2 (twice the bits a weight).
+#include "even.cuh"
 #include "product.cuh"
 
 namespace exl3 {
@@ -9,15 +10,21 @@ namespace exl3 {
 static const ProductEntry entries[] = {
     {product_kernel<EXL3_K2, kBytes, 1>, EXL3_K2, kBytes, 1},
     {product_kernel<EXL3_K2, kBytes, 2>, EXL3_K2, kBytes, 2},
-    {product_kernel<EXL3_K2, kDecodeBytes, 2>, EXL3_K2, kDecodeBytes, 2},
-    {product_kernel<EXL3_K2, kDecodeBytes, 4>, EXL3_K2, kDecodeBytes, 4},
+    {product_kernel<EXL3_K2, kDecodeBytes, 1>, EXL3_K2, kDecodeBytes, 1},
 #if EXL3_K2 % 2 == 0  // half rates exist for mul1 only
     {product_kernel<EXL3_K2, kPairs, 1>, EXL3_K2, kPairs, 1},
-    {product_kernel<EXL3_K2, kDecodePairs, 2>, EXL3_K2, kDecodePairs, 2},
-    {product_kernel<EXL3_K2, kDecodePairs, 4>, EXL3_K2, kDecodePairs, 4},
+#endif
+};
+
+#define EXL3_EVEN(mode, blocks) {even::even_kernel<EXL3_K2, mode, blocks>, mode, blocks}
+static const even::EvenEntry even_entries[] = {
+    EXL3_EVEN(kDecodeBytes, 2), EXL3_EVEN(kDecodeBytes, 4), EXL3_EVEN(kDecodeBytes, 8),
+#if EXL3_K2 % 2 == 0
+    EXL3_EVEN(kDecodePairs, 2), EXL3_EVEN(kDecodePairs, 4), EXL3_EVEN(kDecodePairs, 8),
 #endif
 };
 
 ProductEntries EXL3_CONCAT(product_entries_, EXL3_K2)() { return {entries, (int)(sizeof entries / sizeof *entries)}; }
+even::EvenEntries EXL3_CONCAT(even_entries_, EXL3_K2)() { return {even_entries, (int)(sizeof even_entries / sizeof *even_entries)}; }
 
 }  // namespace exl3

@@ -21,6 +21,10 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Barrier `id` of a block, of `threads` in all: some wait, some only say that they have come.
+__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // Over the lanes of a warp; one instruction from sm_80 on.
 __device__ __forceinline__ int warp_most(int v) {
 #if __CUDA_ARCH__ >= 800
@@ -45,6 +49,15 @@ __device__ __forceinline__ uint32_t warp_least(uint32_t v) {
   for (int m = 16; m; m >>= 1) v = min(v, __shfl_xor_sync(~0u, v, m));
   return v;
 #endif
+}
+// To and from other blocks: each word is seen whole, in no order with others.
+__device__ __forceinline__ void store_relaxed(float* to, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ __forceinline__ float4 load_relaxed(const float* from) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  return v;
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
@@ -93,6 +106,9 @@ __device__ __forceinline__ void store_in_cluster(uint32_t to, float v, uint32_t 
 // ------------------------------------------------------------------------------------------------ copies on sm_80
 __device__ __forceinline__ void copy16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void copy4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");

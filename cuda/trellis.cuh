@@ -62,7 +62,7 @@ __device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2>::kRead
   for (int j = 0; j < 8; j++) {
     constexpr int kByte = 8;
     const int o = R::offset(j), i = o / 32, s = o % 32;
-    if (s <= 16) {
+    if (s < 24) {
       const uint32_t aligned = s % kByte ? __funnelshift_r(r[i], r[i + 1], s % kByte) : r[i];
       state[j] = __byte_perm(aligned, 0, s / kByte == 0 ? 0x4410 : s / kByte == 1 ? 0x4421 : 0x4432);
     } else {

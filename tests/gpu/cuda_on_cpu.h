@@ -18,6 +18,7 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
@@ -58,7 +59,15 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline int __float_as_int(float f) { return as_int(f); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __int_as_float(int i) { return as_float(i); }
+inline uint32_t __float_as_uint(float f) { return (uint32_t)as_int(f); }
+inline float __uint_as_float(uint32_t i) { return as_float((int)i); }
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+inline int __float2int_rn(float f) { return isnan(f) ? 0 : (int)lrintf(f); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r = 0;
   for (int i = 0; i < 4; i++) {
@@ -72,6 +81,10 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
 }
 inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 4; i++) c += ((a >> (8 * i)) & 255) * ((b >> (8 * i)) & 255);
+  return c;
+}
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; i++) c += (int8_t)(a >> (8 * i)) * (int8_t)(b >> (8 * i));
   return c;
 }
 struct __half2 {
@@ -106,7 +119,20 @@ inline unsigned __ballot_sync(unsigned, bool v) {
 inline bool __any_sync(unsigned, bool v) { return __ballot_sync(~0u, v) != 0; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
+template <class T>
+T __shfl_up_sync(unsigned, T v, int by) {
+  int bits;
+  memcpy(&bits, &v, 4);
+  bits = exl3::emulator::exchange(bits, lane_id() >= by ? lane_id() - by : lane_id());
+  memcpy(&v, &bits, 4);
+  return v;
+}
 inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
+inline int atomicMax(int* p, int v) {
+  const int old = *p;
+  *p = max(old, v);
+  return old;
+}
 inline int atomicAdd(int* p, int v) {
   const int old = *p;
   *p += v;
@@ -127,6 +153,16 @@ inline void named_barrier() {
 namespace ptx {
 inline void launch_dependents() {}
 inline void wait_for_previous() {}
+inline void prefetch(const void*) {}
+inline float4 load_relaxed(const float* from) { return *(const float4*)from; }
+inline void store_relaxed(float* to, float4 v) { *(float4*)to = v; }
+template <class F>
+int over_lanes(int v, F f) {
+  for (int m = 1; m < 32; m <<= 1) v = f(v, exl3::emulator::exchange(v, lane_id() ^ m));
+  return v;
+}
+inline int warp_most(int v) { return over_lanes(v, [](int a, int b) { return max(a, b); }); }
+inline int warp_total(int v) { return over_lanes(v, [](int a, int b) { return a + b; }); }
 inline void aligned(const void* a, const void* b, int bytes) {
   if (((uintptr_t)a | (uintptr_t)b) % bytes) emulator::fail("a misaligned copy");
 }
@@ -136,6 +172,7 @@ void copy_now(void* to, const void* from) {
   memcpy(to, from, BYTES);
 }
 inline void copy16(void* to, const void* from) { copy_now<16>(to, from); }
+inline void copy16(uint32_t to, const void* from) { copy_now<16>(shared_space + to, from); }
 inline void copy4(void* to, const void* from) { copy_now<4>(to, from); }
 template <int BYTES>
 void copy_or_zero(void* to, const void* from, bool there) {
@@ -186,6 +223,24 @@ inline void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
   barrier_change(b, 0, -bytes);
 }
 
+// Barriers by number: a phase ends when as many have come as it takes.
+struct NamedBarrier {
+  int arrived = 0, done = 0;
+};
+inline NamedBarrier named_barriers[16];
+inline void named_arrive(int id, int threads) {
+  NamedBarrier& x = named_barriers[id];
+  if (++x.arrived == threads) x.arrived = 0, x.done++;
+}
+inline void named_sync(int id, int threads) {
+  const int before = named_barriers[id].done;
+  named_arrive(id, threads);
+  while (named_barriers[id].done == before) {
+    waiting[emulator::current->thread] = true;
+    emulator::give_way(emulator::State::Barrier);
+  }
+}
+
 inline float half_of(uint32_t r, int i) { return half_to_float((uint16_t)(r >> (16 * i))); }
 // Layouts as the PTX manual draws them.
 inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -197,6 +252,18 @@ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
       const int row = g + 8 * (e / 2), column = 2 * q + e % 2;
       for (int k = 0; k < 16; k++)
         d[e] += half_of(at((row % 8) * 4 + (k % 8) / 2, row / 8 + 2 * (k / 8)), k % 2) * half_of(at(column * 4 + (k % 8) / 2, 4 + k / 8), k % 2);
+    }
+  });
+}
+inline void mma(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  const int lane = lane_id(), g = lane / 4, q = lane % 4;
+  emulator::with_peers(mine, [&](auto peer) {
+    auto at = [&](int l, int r, int i) { return ((const uint32_t*)peer(l))[r] >> (8 * i) & 255; };
+    for (int e = 0; e < 4; e++) {
+      const int row = g + 8 * (e / 2), column = 2 * q + e % 2;
+      for (int k = 0; k < 32; k++)
+        d[e] += (int)at((row % 8) * 4 + (k % 16) / 4, row / 8 + 2 * (k / 16), k % 4) * (int8_t)at(column * 4 + (k % 16) / 4, 4 + k / 16, k % 4);
     }
   });
 }
@@ -239,6 +306,7 @@ inline void run_cuda_block(int threads, const std::function<void()>& f) {
   cuda_threads = {threads, 1, 1};
   arrays.clear();
   ptx::barriers.clear();
+  for (auto& x : ptx::named_barriers) x = {};
   memset(shared_space, 0xff, sizeof shared_space);
   memset(waiting, 0, sizeof waiting);
   memset(named, 0, sizeof named);

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def as_cpp(text: str) -> str:
     """A CUDA source as C++ for cuda_on_cpu.h."""
-    ours = r"cuda_runtime\.h|cuda_fp16\.h|\w+\.cuh|(?:parts|product|wide|attention|stdint|exl3/ops)\.h|\.\./cpp/gpu/\w+\.h"
+    ours = r"cuda_runtime\.h|cuda_fp16\.h|\w+\.cuh|(?:parts|product|even|wide|attention|stdint|exl3/ops)\.h|\.\./cpp/gpu/\w+\.h"
     text = re.sub(rf'#include [<"](?:{ours})[>"]\n', "", text)
     text = text.replace("#pragma once", "").replace("#ifdef __CUDACC__", "#if 1")
     text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?uint8_t (\w+)\[\];", r"uint8_t* \1 = shared_space;", text)
@@ -69,6 +69,21 @@ class WithAttention:
 @pytest.fixture(scope="module")
 def attention(emulated: Library, tmp_path_factory: Any) -> WithAttention:
     return WithAttention(emulated, compiled(tmp_path_factory.mktemp("attention"), "cuda_attention_on_cpu", ATTENTION))
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: Any) -> ctypes.CDLL:
+    return compiled(
+        tmp_path_factory.mktemp("product"),
+        "cuda_product_on_cpu",
+        ["product.h", "trellis.cuh", "rotate.cuh", "product_input.cuh", "product_finish.cuh", "product.cuh"],
+    )
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: Any) -> ctypes.CDLL:
+    sources = ["product.h", "trellis.cuh", "even.h", "rotate.cuh", "even_input.cuh", "even_finish.cuh", "even.cuh"]
+    return compiled(tmp_path_factory.mktemp("even"), "cuda_even_on_cpu", sources)
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +199,84 @@ def test_one_stage_where_shared_memory_is_small(attention: WithAttention, dim: i
         test_attention_on_card.check(attention, dim, 1, 1, bits, getattr(test_attention_on_card, runs))  # type: ignore[arg-type]
     finally:
         attention.library.on_cpu_shared(232448)
+
+
+def check_group(
+    library: ctypes.CDLL,
+    codebook: str,
+    K: float,
+    rows: int,
+    n_in: int,
+    sizes: list[int],
+    activation: str | None,
+    grid: int,
+    shared: bool,
+    planes: int = 2,
+) -> None:
+    """A group of matrices, or gate and up, behind a norm; outputs poisoned."""
+    torch.manual_seed(rows)
+    ws = [random_weight(n_in, n, K, codebook, "cpu", bias=True, seed=i) for i, n in enumerate(sizes)]
+    if shared:
+        ws = [dict(w, suh=ws[0]["suh"]) for w in ws]
+    x, norm = torch.randn(rows, n_in), torch.rand(n_in) + 0.5
+    count = 1 if activation else len(ws)
+    ys = [torch.full((rows, n), float("nan")) for n in sizes[:count]]
+    normed = reference.rms_norm(x.double(), norm.double(), 1e-5)
+    wants = [normed @ exact_weight(w) + w["bias"].double() for w in ws]
+    if activation:
+        wants = [reference.activate(wants[0], activation) * wants[1]]
+    structs = [Library.weight(None, w) for w in ws]  # type: ignore[arg-type]
+    pad, gap = [0] * (4 - len(ws)), [0] * (4 - count)
+    block = blocks.LINEAR.pack(
+        x.data_ptr(), norm.data_ptr(), *(ctypes.addressof(s) for s in structs), *pad, *(y.data_ptr() for y in ys), *gap, n_in,
+        *(y.stride(0) for y in ys), *gap, 0, 0, 1e-5, rows, len(ws), 0, 0,
+        planes, shared or len(ws) == 1, blocks.ACTIVATIONS[activation], 0,
+    )  # fmt: skip
+    assert library.on_cpu(block, grid) == 0
+    for y, want in zip(ys, wants):
+        assert relative(y, want) < (1e-3 if activation else 5e-4)
+
+
+@pytest.mark.parametrize(
+    "codebook,K,rows,n_in,sizes,activation,grid",
+    [
+        ("mul1", 4, 1, 1000, [700], None, 7),  # runs that end in the middle of column groups
+        ("mul1", 4, 1, 1000, [128], None, 9),  # a group shared by many blocks
+        ("mul1", 4, 5, 300, [256, 130], None, 2),
+        ("mul1", 4, 2, 300, [256, 130], None, 5),
+        ("mul1", 4, 3, 700, [300, 300], "silu", 4),
+        ("mul1", 4, 2, 700, [300, 300], "silu", 7),
+        ("mul1", 1.5, 2, 1200, [128], None, 1),
+        ("mcg", 7, 2, 520, [100], None, 2),
+        ("3inst", 7, 6, 520, [260, 100], None, 5),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_product(
+    product: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, grid: int, shared: bool
+) -> None:
+    check_group(product, codebook, K, rows, n_in, sizes, activation, grid, shared)
+
+
+@pytest.mark.parametrize("rows,sizes,activation,grid", [(1, [700], None, 7), (2, [300, 300], "silu", 7), (7, [256, 130], None, 5)])
+def test_product_of_halves(product: ctypes.CDLL, rows: int, sizes: list[int], activation: str | None, grid: int) -> None:
+    check_group(product, "mul1", 4, rows, 700, sizes, activation, grid, True, planes=0)
+
+
+@pytest.mark.parametrize(
+    "codebook,K,rows,n_in,sizes,activation,grid",
+    [
+        ("mul1", 4, 9, 1000, [700], None, 7),  # runs that end in the middle of column groups
+        ("mul1", 4, 12, 300, [256, 130], None, 13),  # more blocks than column groups; a group of matrices
+        ("mul1", 4, 20, 384, [300, 300], "silu", 4),
+        ("mul1", 1.5, 40, 1100, [128], None, 3),
+        ("mul1", 4, 9, 8400, [128], None, 2),  # more input than stays in registers
+        ("3inst", 7, 12, 520, [260], None, 4),
+        ("mcg", 7, 16, 384, [200, 200], "gelu_tanh", 5),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_even(
+    even: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, grid: int, shared: bool
+) -> None:
+    check_group(even, codebook, K, rows, n_in, sizes, activation, grid, shared)

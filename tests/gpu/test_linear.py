@@ -55,13 +55,32 @@ def test_rates(cuda: Library, codebook: str, K: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n_in,n_out", [(4096, 1024), (2048, 5120)])
+@pytest.mark.parametrize("codebook", ["mul1", "mcg"])
+def test_shared_column_groups(cuda: Library, codebook: str, n_in: int, n_out: int) -> None:
+    """Several blocks share a column group, or one has parts of several: right sums, and the same bits for a row alone."""
+    torch.manual_seed(n_in)
+    w = random_weight(n_in, n_out, 4, codebook, "cuda", bias=True)
+    want = exact_weight(w)
+    for rows in (1, 3, 5, 8, 33):
+        x = torch.randn(rows, n_in, device="cuda").half()
+        y = cuda.linear(x, [w])[0]
+        assert relative(y, x.cpu().double() @ want + w["bias"].cpu().double()) < EXACT, rows
+        assert torch.equal(y, cuda.linear(x, [w])[0]) and cuda.clean("linear")
+        if rows <= 8:
+            assert torch.equal(cuda.linear(x[-1:].contiguous(), [w])[0], y[-1:]), rows
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("planes,limit", [(2, EXACT), (1, 2e-2), (0, EXACT)])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_planes(cuda: Library, planes: int, limit: float, rows: int) -> None:
     torch.manual_seed(3)
     w = random_weight(1024, 512, 4, "mul1", "cuda")
     x = torch.randn(rows, 1024, device="cuda")
-    assert relative(cuda.linear(x, [w], planes=planes)[0], exact(x, w)) < limit
+    y = cuda.linear(x, [w], planes=planes)[0]
+    assert relative(y, exact(x, w)) < limit
+    assert torch.equal(cuda.linear(x[-1:].contiguous(), [w], planes=planes)[0], y[-1:])
 
 
 @pytest.mark.gpu
@@ -153,7 +172,7 @@ def test_not_finite(cuda: Library, value: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n_in,n_out", [(128, 128), (14336, 256), (256, 8320), (28672, 128), (100, 60)])
+@pytest.mark.parametrize("n_in,n_out", [(128, 128), (14336, 256), (256, 8320), (128, 40000), (28672, 128), (100, 60)])
 def test_shapes(cuda: Library, n_in: int, n_out: int) -> None:
     torch.manual_seed(0)
     for codebook, K in (("mul1", 4), ("mcg", 6), ("mul1", 8)):

@@ -57,7 +57,7 @@ typedef struct exl3_linear_args {
   void* y[EXL3_MAX_GROUP];
   int64_t x_stride;
   int64_t y_stride[EXL3_MAX_GROUP];
-  void* workspace;                // linear_workspace() bytes; its first 64 KiB are zero before and after
+  void* workspace;                // linear_workspace() bytes, zero when new, for linear alone; its first 64 KiB are zero after each call
   int64_t workspace_bytes;
   float norm_eps;
   int32_t rows, count;

@@ -1,0 +1,66 @@
+// cuda/even*.cuh as a function on the CPU; source.inc is made of it and what it includes by test_cuda_on_cpu.py.
+#include "cuda_on_cpu.h"
+#include "source.inc"
+
+using namespace exl3;
+using namespace exl3::even;
+
+template <int K2, int MODE, int NB>
+static int run(EvenParams p, int blocks) {
+  p.columns = NB * 8;
+  p.image_stride = (int64_t)p.blocks * 8 * p.columns * 32;
+  std::vector<uint8_t> image(p.rotations * p.image_stride + 64, 0x7f);  // NaNs where nothing is written
+  p.image = (uint8_t*)(((uintptr_t)image.data() + 63) & ~(uintptr_t)63);
+  std::vector<RowInput> inputs((size_t)p.rotations * p.rows);
+  p.inputs = inputs.data();
+  for (int rotation = 0; rotation < p.rotations; rotation++)
+    for (int row = 0; row < p.rows; row++)
+      for (int part = 0; part < kRowParts; part++) {
+        cuda_block = {part, row, rotation};
+        run_cuda_block(even::kPrepareWarps * 32, [&] { prepare_even(p); });
+      }
+  const int work = p.first_group[p.count] * p.segments * p.blocks;
+  blocks = min(blocks, work);
+  p.share = work / blocks;
+  p.rest = work % blocks;
+  std::vector<float> inbox((size_t)blocks * p.segments * p.rows * 128);
+  p.inbox = inbox.data();
+  for (int b = 0; b < blocks; b++) {  // in this order no block waits: sums travel upwards
+    cuda_block = {b, 0, 0};
+    run_cuda_block(even::kWarps * 32, [&] { even_kernel<K2, MODE, NB>(p); });
+  }
+  for (float v : inbox)
+    if (__float_as_uint(v)) return -1;  // left behind
+  return EXL3_OK;
+}
+
+EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int blocks) {
+  const exl3_weight& w = *a->weights[0];
+  EvenParams p{};
+  p.segments = a->activation ? 2 : 1;
+  p.count = a->activation ? 1 : a->count;
+  p.rows = p.all_rows = a->rows;
+  p.blocks = w.in_padded / 128;
+  p.in_features = w.in_features;
+  p.x_dtype = a->x_dtype;
+  p.y_dtype = a->y_dtype;
+  p.accumulate = a->accumulate;
+  p.activation = a->activation;
+  p.rotations = a->shared_suh ? 1 : a->count;
+  p.x = a->x;
+  p.x_stride = a->x_stride;
+  p.norm_weight = a->norm_weight;
+  p.norm_eps = a->norm_eps;
+  for (int i = 0; i < a->count; i++) {
+    const exl3_weight& v = *a->weights[i];
+    const int y = a->activation ? 0 : i;
+    p.matrix[i] = {(const uint8_t*)v.trellis, (const uint16_t*)v.suh, (const uint16_t*)v.svh, v.bias, a->y[y], a->y_stride[y],
+                   v.out_features, v.out_padded / 16, v.multiplier, v.codebook == EXL3_3INST ? k3instAddend : 0u};
+    p.first_group[i + 1] = p.first_group[i] + v.out_padded / 128;
+  }
+  const bool bytes = w.codebook == EXL3_MUL1;
+  if (w.k2 == 8 && bytes) return a->rows <= 16 ? run<8, kDecodeBytes, 2>(p, blocks) : run<8, kDecodeBytes, 4>(p, blocks);
+  if (w.k2 == 3 && bytes) return run<3, kDecodeBytes, 8>(p, blocks);
+  if (w.k2 == 14 && !bytes) return run<14, kDecodePairs, 2>(p, blocks);
+  return EXL3_UNSUPPORTED;
+}

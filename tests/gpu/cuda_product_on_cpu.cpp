@@ -1,0 +1,72 @@
+// cuda/product.cuh as a function on the CPU, source.inc is made of it and what it includes by test_cuda_on_cpu.py.
+#include "cuda_on_cpu.h"
+#include "source.inc"
+
+using namespace exl3;
+
+constexpr int kRowShift = 2;
+
+template <int K2, int MODE, int NB>
+static int run(ProductParams p, int blocks) {
+  const int work = p.first_group[p.count] * p.segments * p.blocks * 8;
+  p.share = work / blocks;
+  p.rest = work % blocks;
+  p.row_shift = kRowShift;
+  p.fused = p.rows <= 2;
+  p.row_bytes = operand_row_bytes(MODE, p.columns);
+  const size_t image_bytes = (size_t)p.rotations * p.blocks * 8 * p.row_bytes;
+  std::vector<uint8_t> image(image_bytes + 64, 0x7f);  // NaNs where nothing is written
+  p.image = (uint8_t*)(((uintptr_t)image.data() + 63) & ~(uintptr_t)63);
+  std::vector<float> scales((size_t)p.rotations * chunks_of(p) * kRows), squares((size_t)chunks_of(p) * kRows);
+  p.scales = scales.data();
+  p.squares = squares.data();
+  std::vector<float> inbox((size_t)blocks * p.segments * kRows * 128 + 4);
+  p.inbox = (float*)(((uintptr_t)inbox.data() + 15) & ~(uintptr_t)15);
+  for (int rotation = 0; rotation < p.rotations && !p.fused; rotation++)
+    for (int row = 0; row < p.rows; row++)
+      for (int chunk = 0; chunk < chunks_of(p); chunk += kPrepareWarps) {
+        cuda_block = {chunk / kPrepareWarps, row, rotation};
+        run_cuda_block(kPrepareWarps * 32, [&] { prepare_input<MODE>(p); });
+      }
+  for (int b = 0; b < blocks; b++) {  // in this order no block waits: sums travel upwards
+    cuda_block = {b, 0, 0};
+    run_cuda_block(product_threads(p), [&] { product_kernel<K2, MODE, NB>(p); });
+  }
+  for (float v : inbox)
+    if (__float_as_uint(v)) return -1;  // left behind
+  return EXL3_OK;
+}
+
+EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int blocks) {
+  const exl3_weight& w = *a->weights[0];
+  const bool bytes = w.codebook == EXL3_MUL1;
+  ProductParams p{};
+  p.segments = a->activation ? 2 : 1;
+  p.count = a->activation ? 1 : a->count;
+  p.rows = a->rows;
+  p.blocks = w.in_padded / 128;
+  p.planes = a->planes;
+  p.in_features = w.in_features;
+  p.x_dtype = a->x_dtype;
+  p.y_dtype = a->y_dtype;
+  p.accumulate = a->accumulate;
+  p.activation = a->activation;
+  p.rotations = a->shared_suh ? 1 : a->count;
+  p.x = a->x;
+  p.x_stride = a->x_stride;
+  p.norm_weight = a->norm_weight;
+  p.norm_eps = a->norm_eps;
+  for (int i = 0; i < a->count; i++) {
+    const exl3_weight& v = *a->weights[i];
+    const int y = a->activation ? 0 : i;
+    p.matrix[i] = {(const uint8_t*)v.trellis, (const uint16_t*)v.suh, (const uint16_t*)v.svh, v.bias, a->y[y], a->y_stride[y],
+                   v.out_features, v.out_padded / 16, v.multiplier, v.codebook == EXL3_3INST ? k3instAddend : 0u};
+    p.first_group[i + 1] = p.first_group[i] + v.out_padded / 128;
+  }
+  p.columns = operand_columns(bytes && a->planes ? kBytes : kPairs, a->rows);
+  if (w.k2 == 8 && bytes && a->planes == 0) return run<8, kDecodeBytes, 1>(p, blocks);
+  if (w.k2 == 8 && bytes) return p.columns > 8 ? run<8, kBytes, 2>(p, blocks) : run<8, kBytes, 1>(p, blocks);
+  if (w.k2 == 3 && bytes && p.columns <= 8) return run<3, kBytes, 1>(p, blocks);
+  if (w.k2 == 14 && !bytes) return run<14, kPairs, 1>(p, blocks);
+  return EXL3_UNSUPPORTED;
+}
