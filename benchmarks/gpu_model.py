@@ -56,19 +56,24 @@ class Bench:
 
         return Cache(self.model, tokens, self.device, bits, bits)
 
-    def step_seconds(self, rows: int, context: int, bits: int, steps: int = 60) -> float:
+    def repeated_step(self, rows: int, context: int, bits: int) -> tuple[Any, Callable[[], Any]]:
+        """A runner and a call that steps `rows` sequences of `context` tokens once."""
         from exl3.generate.step import StepRunner
 
         pages = -(-context // 256)
         runner = StepRunner(self.model, self.cache(rows * pages * 256, bits), pages)
         given = [(self.ids(1), context - 1, list(range(r * pages, (r + 1) * pages)), r) for r in range(rows)]
+        return runner, lambda: runner.run(given)
+
+    def step_seconds(self, rows: int, context: int, bits: int, steps: int = 60) -> float:
+        runner, once = self.repeated_step(rows, context, bits)
         with torch.inference_mode():
             for _ in range(5):
-                runner.run(given)
+                once()
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(steps):
-                runner.run(given)
+                once()
             torch.cuda.synchronize()
         assert runner.mode == "graph"
         return (time.perf_counter() - start) / steps

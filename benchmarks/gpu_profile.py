@@ -57,21 +57,13 @@ def short(event: dict[str, Any]) -> str:
 
 
 def step(bench: Bench, rows: int, context: int, bits: int, repeats: int = 4) -> None:
-    from exl3.generate.step import StepRunner
-
-    pages = -(-context // 256)
-    runner = StepRunner(bench.model, bench.cache(rows * pages * 256, bits), pages)
-    given = [(bench.ids(1), context - 1, list(range(r * pages, (r + 1) * pages)), r) for r in range(rows)]
+    alone = 1e6 * bench.step_seconds(rows, context, bits, steps=40)
+    once = bench.repeated_step(rows, context, bits)[1]
     with torch.inference_mode():
         for _ in range(10):
-            runner.run(given)
+            once()
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(40):
-            runner.run(given)
-        torch.cuda.synchronize()
-        alone = 1e6 * (time.perf_counter() - start) / 40
-        events = kernels(lambda: runner.run(given), repeats)
+        events = kernels(once, repeats)
     share: dict[str, list[float]] = collections.defaultdict(list)
     own: dict[str, list[float]] = collections.defaultdict(list)
     ends = 0.0

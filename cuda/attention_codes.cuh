@@ -135,18 +135,25 @@ __device__ __forceinline__ void group_plane(const uint32_t* words, uint32_t (&pa
     }
   }
 }
-// The 32 values of a group in the rotated basis, as halves in natural order. Its words are aligned to four bytes.
+// The codes of a group in the mantissas of halves that begin as `ones`: i and i + 16 in a pair.
 template <int BITS>
-__device__ __forceinline__ void decode_group(const uint8_t* group, uint16_t scale, float compand, uint32_t ones, uint32_t (&out)[16]) {
-  uint32_t pair[16], words[BITS];
+__device__ __forceinline__ void group_codes(const uint32_t* group, uint32_t ones, uint32_t (&pair)[16]) {
+  uint32_t words[BITS];
 #pragma unroll
-  for (int i = 0; i < BITS; i++) words[i] = ((const uint32_t*)group)[i];
+  for (int i = 0; i < BITS; i++) words[i] = group[i];
 #pragma unroll
   for (int i = 0; i < 16; i++) pair[i] = ones;
   group_plane<BITS, 8>(words, pair);
   group_plane<BITS, 4>(words, pair);
   group_plane<BITS, 2>(words, pair);
   group_plane<BITS, 1>(words, pair);
+}
+
+// The 32 values of a group in the rotated basis, as halves in natural order. Its words are aligned to four bytes.
+template <int BITS>
+__device__ __forceinline__ void decode_group(const uint8_t* group, uint16_t scale, float compand, uint32_t ones, uint32_t (&out)[16]) {
+  uint32_t pair[16];
+  group_codes<BITS>((const uint32_t*)group, ones, pair);
   const uint32_t both = scale | (uint32_t)scale << 16;
   if (compand > 0.f) {  // rounded once, after the scale: the few levels of two bits would repeat their errors everywhere
     const float factor = __half22float2(*(const __half2*)&both).x;

@@ -11,15 +11,8 @@ constexpr int kReadThreads = 128, kFewPositions = 64;
 // A group's values less its scale and 1 / sqrt(32), in fp32.
 template <int BITS>
 __device__ __forceinline__ void levels_of(const uint32_t* words, float compand, uint32_t ones, float (&v)[32]) {
-  uint32_t w[BITS], pair[16];
-#pragma unroll
-  for (int i = 0; i < BITS; i++) w[i] = words[i];
-#pragma unroll
-  for (int i = 0; i < 16; i++) pair[i] = ones;
-  group_plane<BITS, 8>(w, pair);
-  group_plane<BITS, 4>(w, pair);
-  group_plane<BITS, 2>(w, pair);
-  group_plane<BITS, 1>(w, pair);
+  uint32_t pair[16];
+  group_codes<BITS>(words, ones, pair);
 #pragma unroll
   for (int i = 0; i < 16; i++) {  // codes i and i + 16
     const uint32_t level = code_level<BITS>(pair[i], 0.f);

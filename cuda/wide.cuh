@@ -12,36 +12,15 @@
 // the other shares in their order, so results repeat bit for bit.
 #pragma once
 #include "ptx.cuh"
+#include "rotate.cuh"
 #include "trellis.cuh"
 #include "wgmma.cuh"
 #include "wide.h"
-
-#include "../cpp/gpu/numbers.h"
 
 namespace exl3 {
 
 #ifdef __CUDACC__
 constexpr int kManyRegisters = 192, kFewRegisters = 120;  // of a multiplier and of the others; 2 x 192 + 120 is 3 x 168, what a launch gets
-
-// hadamard128 of numbers.h in fewer instructions: sign[i] is -1 in lanes with bit i.
-struct LaneSigns {
-  float sign[5];
-  __device__ __forceinline__ explicit LaneSigns(int lane) {
-#pragma unroll
-    for (int i = 0; i < 5; i++) sign[i] = lane >> i & 1 ? -1.f : 1.f;
-  }
-  __device__ __forceinline__ void turn(float (&v)[4]) const {
-    const float s0 = v[0] + v[1], d0 = v[0] - v[1], s1 = v[2] + v[3], d1 = v[2] - v[3];
-    v[0] = s0 + s1;
-    v[1] = d0 + d1;
-    v[2] = s0 - s1;
-    v[3] = d0 - d1;
-#pragma unroll
-    for (int i = 0; i < 5; i++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = fmaf(sign[i], v[e], __shfl_xor_sync(~0u, v[e], 1 << i));
-  }
-};
 
 // Where a row's sums of eight columns lie: [row][16 pieces of 16 bytes, swapped by row].
 __device__ __forceinline__ uint8_t* staged_piece(uint8_t* staged, int row, int piece) { return staged + row * 256 + (piece ^ (row & 7)) * 16; }
@@ -61,7 +40,7 @@ static __device__ __forceinline__ void store_row(const WideParams& p, const Prod
 static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, uint8_t* staged,
                                                    const float* row_scales, int first, int stride, int lane) {
   constexpr int kTogether = 4;
-  const LaneSigns signs(lane);
+  const LaneSigns signs;
   const int c = group * 128 + 4 * lane;
   float svh[4], bias[4];
 #pragma unroll
@@ -83,7 +62,7 @@ static __device__ __forceinline__ void finish_rows(const WideParams& p, const Pr
       v[i][3] = b.y;
     }
 #pragma unroll
-    for (int i = 0; i < kTogether; i++) signs.turn(v[i]);
+    for (int i = 0; i < kTogether; i++) quick_hadamard128(v[i], signs);
 #pragma unroll
     for (int i = 0; i < kTogether; i++) {
       const float scale = row_scales[min(r0 + i * stride, rows - 1)];

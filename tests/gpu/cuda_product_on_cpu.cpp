@@ -2,6 +2,8 @@
 #include "cuda_on_cpu.h"
 #include "source.inc"
 
+#include "cuda_linear_on_cpu.h"
+
 using namespace exl3;
 
 constexpr int kRowShift = 2;
@@ -40,29 +42,8 @@ static int run(ProductParams p, int blocks) {
 EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int blocks) {
   const exl3_weight& w = *a->weights[0];
   const bool bytes = w.codebook == EXL3_MUL1;
-  ProductParams p{};
-  p.segments = a->activation ? 2 : 1;
-  p.count = a->activation ? 1 : a->count;
-  p.rows = a->rows;
-  p.blocks = w.in_padded / 128;
+  auto p = params_of<ProductParams>(a);
   p.planes = a->planes;
-  p.in_features = w.in_features;
-  p.x_dtype = a->x_dtype;
-  p.y_dtype = a->y_dtype;
-  p.accumulate = a->accumulate;
-  p.activation = a->activation;
-  p.rotations = a->shared_suh ? 1 : a->count;
-  p.x = a->x;
-  p.x_stride = a->x_stride;
-  p.norm_weight = a->norm_weight;
-  p.norm_eps = a->norm_eps;
-  for (int i = 0; i < a->count; i++) {
-    const exl3_weight& v = *a->weights[i];
-    const int y = a->activation ? 0 : i;
-    p.matrix[i] = {(const uint8_t*)v.trellis, (const uint16_t*)v.suh, (const uint16_t*)v.svh, v.bias, a->y[y], a->y_stride[y],
-                   v.out_features, v.out_padded / 16, v.multiplier, v.codebook == EXL3_3INST ? k3instAddend : 0u};
-    p.first_group[i + 1] = p.first_group[i] + v.out_padded / 128;
-  }
   p.columns = operand_columns(bytes && a->planes ? kBytes : kPairs, a->rows);
   if (w.k2 == 8 && bytes && a->planes == 0) return run<8, kDecodeBytes, 1>(p, blocks);
   if (w.k2 == 8 && bytes) return p.columns > 8 ? run<8, kBytes, 2>(p, blocks) : run<8, kBytes, 1>(p, blocks);

@@ -215,7 +215,7 @@ class _Student:
         return found
 
     def parameters(self) -> list[nn.Parameter]:
-        modules = [*self.linears, *(n for norms in self.norms for n in norms)]
+        modules: list[nn.Module] = [*self.linears, *(n for norms in self.norms for n in norms)]
         return [p for m in modules for p in m.parameters()]
 
     def ready(self, i: int) -> None:
