@@ -3,6 +3,10 @@
     python benchmarks/ablation.py MODEL_DIR [-d cuda:0 cuda:1] [--bits 2 2.5 3 4] [--seeds 0 1 2] [--jobs 8]
         [--variants incumbent default ...]
 
+Variants with "tune" (true, or a mapping of `steps`, `tokens`, `rate`, `cal_rows`) tune what the same options without it made: one
+conversion serves all of them. With --keep finished conversions stay and a later run takes them from there. --out is written after every
+result.
+
 Prints, for each rate and variant, the mean over seeds of the mean KL(original || quantized) of every slice (prose, code, chat in the
 model's own template, French; benchmarks/data), its spread and the ratio to the incumbent's preset; all goes to --out.
 Seconds are those of a conversion that shares its device with others: --jobs processes take turns over the devices.
@@ -12,16 +16,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import multiprocessing
 import os
 import platform
 import queue
+import shutil
 import subprocess
 import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fast": {"quality": "fast"},
     "default": {},
     "best": {"quality": "best"},
-    "tune": {"tune": True},
+    "tune": {"tune": True},  # or {"tune": {"steps": 96, "rate": 0.002}}
     # each step of the default left out
     "no allocation": {"allocation": "place"},
     "no channel weighting": {"channel_weighting": False},
@@ -72,13 +80,37 @@ def slices(tokenizer: Any, rows: int) -> dict[str, Any]:
     return found
 
 
-def convert(model: str, out: str, bits: float, seed: int, device: str, options: dict[str, Any]) -> dict[str, Any]:
-    """One conversion; figures of its report."""
+def convert(model: str, folder: Path, bits: float, seed: int, device: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One conversion into folder/out; figures of its report. What is there already is taken."""
     from exl3.quantize.convert import convert as run
 
+    kept = folder / "record.json"
+    if kept.exists():
+        return json.loads(kept.read_text(encoding="utf-8"))
     start = time.monotonic()
-    report = run(model, out, bits, devices=device, seed=seed, **options)
-    return {"seconds": time.monotonic() - start, "bytes": report.bytes, "bpw": report.bits, "proxy_error": report.proxy_error}
+    report = run(model, folder / "out", bits, devices=device, seed=seed, **options)
+    shutil.rmtree(folder / "out.work", ignore_errors=True)
+    record = {"seconds": time.monotonic() - start, "bytes": report.bytes, "bpw": report.bits, "proxy_error": report.proxy_error}
+    kept.write_text(json.dumps(record), encoding="utf-8")
+    return record
+
+
+def retune(model: str, folder: Path, seed: int, device: str, asked: Any) -> dict[str, Any]:
+    """Tunes folder/out into a folder that the caller removes."""
+    from exl3.quantize.retune import tune_directory
+    from exl3.quantize.tune import TuneSettings
+
+    out = folder / f"tuned-{os.getpid()}"
+    given = dict(asked) if isinstance(asked, dict) else {}
+    rows = given.pop("cal_rows", None)
+    settings = TuneSettings(seed=seed, **given)
+    start = time.monotonic()
+    tuned = tune_directory(folder / "out", model, out, settings=settings, cal_rows=rows, device=device)
+    seconds = time.monotonic() - start
+    size = max(1, len(tuned.losses) // 8)
+    losses = [sum(part) / len(part) for part in (tuned.losses[i : i + size] for i in range(0, len(tuned.losses), size))]
+    figures = {"before": tuned.before, "after": tuned.after, "losses": losses, "seconds": seconds}
+    return {"directory": str(out if tuned.tensors else folder / "out")} | figures
 
 
 def judge(directory: str, device: str, rows: dict[str, Any], original: Any) -> dict[str, Any]:
@@ -101,8 +133,20 @@ def judge(directory: str, device: str, rows: dict[str, Any], original: Any) -> d
     return result
 
 
+@dataclass
+class Item:
+    """One thing to do: a conversion, or with `tune` the tuning of one. `folder`: of the conversion."""
+
+    variant: str | None  # None: only tuned variants want it
+    options: dict[str, Any]
+    bits: float
+    seed: int
+    folder: Path
+    keep: bool = True
+
+
 def worker(jobs: Any, results: Any, model: str, device: str, rows: int) -> None:
-    """Takes (variant, options, bits, seed) from `jobs` until None comes."""
+    """Takes items from `jobs` until None comes; gives (its pid, item, None), and with the record when done."""
     import torch
 
     from exl3.files import Tokenizer
@@ -112,17 +156,26 @@ def worker(jobs: Any, results: Any, model: str, device: str, rows: int) -> None:
     torch.set_num_threads(1)
     text = slices(Tokenizer.from_directory(model), rows)
     original = load(model, device=device, max_tokens=ROW)
-    for variant, options, bits, seed in iter(jobs.get, None):
-        record = {"variant": variant, "options": options, "bits": bits, "seed": seed}
+    for item in iter(jobs.get, None):
+        results.put((os.getpid(), item, None))
+        record = {"variant": item.variant, "options": item.options, "bits": item.bits, "seed": item.seed}
+        plain = {k: v for k, v in item.options.items() if k != "tune"}
         try:
-            with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-                out = os.path.join(folder, "out")
-                record |= convert(model, out, bits, seed, device, options)
+            item.folder.mkdir(parents=True, exist_ok=True)
+            record |= convert(model, item.folder, item.bits, item.seed, device, plain)
+            if item.options.get("tune"):
+                record["tune"] = retune(model, item.folder, item.seed, device, item.options["tune"])
+                record["seconds"] += record["tune"]["seconds"]
+                out = record["tune"].pop("directory")
                 record["slices"] = judge(out, device, text, original)
+                shutil.rmtree(item.folder / f"tuned-{os.getpid()}", ignore_errors=True)
+            elif item.variant is not None:
+                record["slices"] = judge(str(item.folder / "out"), device, text, original)
         except Exception:
             record["error"] = traceback.format_exc()
-        results.put(record)
-    results.put(None)
+        if not item.keep:
+            shutil.rmtree(item.folder, ignore_errors=True)
+        results.put((os.getpid(), item, record))
 
 
 def overall(record: dict[str, Any]) -> float:
@@ -165,6 +218,7 @@ def main() -> None:
     ap.add_argument("--variants", nargs="+", default=["incumbent", "default"], help=f"of {', '.join(VARIANTS)}; or NAME:JSON of options")
     ap.add_argument("--rows", type=int, default=24, help="rows of 512 held-out tokens a slice")
     ap.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="for all variants")
+    ap.add_argument("--keep", metavar="FOLDER", help="where finished conversions stay for a later run")
     ap.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "ablation.json"))
     args = ap.parse_args()
     common = {k: json.loads(v) for k, _, v in (o.partition("=") for o in args.option)}
@@ -174,35 +228,83 @@ def main() -> None:
         ap.error(f"no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}, or NAME:JSON of options")
     chosen = {n: json.loads(o) if o else VARIANTS[n] for n, _, o in asked}
 
-    context = multiprocessing.get_context("spawn")
-    jobs, results = context.Queue(), context.Queue()
     # seed by seed: a run that is cut short leaves whole comparisons
     work = [(n, common | o, b, s) for s in args.seeds for b in args.bits for n, o in chosen.items()]
-    for item in [*work, *[None] * args.jobs]:
+    records: list[dict[str, Any]] = []
+
+    def take(record: dict[str, Any]) -> None:
+        records.append(record)
+        what = f"KL {overall(record):.4f}  {record['seconds']:.0f} s" if "slices" in record else record["error"]
+        tuned = "  judged {before:.4f} to {after:.4f}".format(**record["tune"]) if "tune" in record else ""
+        print(f"{record['bits']:g} bits  {record['variant']}  seed {record['seed']}  {what}{tuned}", flush=True)
+        Path(args.out).write_text(json.dumps(head(args) | {"rows": records}, indent=1) + "\n", encoding="utf-8")
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        spread(work, args, Path(args.keep or folder), take)
+    order = list(chosen)
+    records.sort(key=lambda r: (r["bits"], order.index(r["variant"]), r["seed"]))
+    Path(args.out).write_text(json.dumps(head(args) | {"rows": records}, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(table(records)))
+
+
+def plan(work: list[tuple[str, dict[str, Any], float, int]], folder: Path, keep: bool) -> tuple[list[Item], dict[Path, list[Item]]]:
+    """Conversions, and what is to be tuned when one is there, by its folder."""
+    firsts: dict[Path, Item] = {}
+    later: dict[Path, list[Item]] = {}
+    for variant, options, bits, seed in work:
+        plain = {k: v for k, v in options.items() if k != "tune"}
+        name = hashlib.sha256(json.dumps([plain, bits, seed], sort_keys=True).encode()).hexdigest()[:16]
+        place = folder / name
+        if options.get("tune"):
+            later.setdefault(place, []).append(Item(variant, options, bits, seed, place))
+            firsts.setdefault(place, Item(None, plain, bits, seed, place))
+        elif place in firsts and firsts[place].variant is None:
+            firsts[place].variant = variant
+        else:
+            firsts[place] = Item(variant, options, bits, seed, place)
+    for place, first in firsts.items():
+        first.keep = keep or place in later
+    return list(firsts.values()), later
+
+
+def spread(work: list[tuple[str, dict[str, Any], float, int]], args: Any, folder: Path, take: Callable[[dict[str, Any]], None]) -> None:
+    """Does all of `work` in --jobs processes; `take` is given each record as it comes."""
+    context = multiprocessing.get_context("spawn")
+    jobs, results = context.Queue(), context.Queue()
+    first, later = plan(work, folder, bool(args.keep))
+    left = len(first)
+    for item in first:
         jobs.put(item)
     places = [args.device[i % len(args.device)] for i in range(args.jobs)]
     processes = [context.Process(target=worker, args=(jobs, results, args.model, place, args.rows)) for place in places]
     for p in processes:
         p.start()
-    records, left = [], len(processes)
+    busy: dict[int, Item] = {}
     while left:
         try:
-            record = results.get(timeout=10)
+            pid, item, record = results.get(timeout=5)
         except queue.Empty:
-            if not any(p.is_alive() for p in processes):  # killed, for memory say: what they had in work is missing
+            for p in processes:  # one that was killed, for memory say, takes its item with it
+                if not p.is_alive() and busy.pop(p.pid or 0, None) is not None:
+                    left -= 1
+            if not any(p.is_alive() for p in processes):
                 break
             continue
         if record is None:
-            left -= 1
+            busy[pid] = item
             continue
-        records.append(record)
-        what = f"KL {overall(record):.4f}  {record['seconds']:.0f} s" if "slices" in record else record["error"]
-        print(f"{record['bits']:g} bits  {record['variant']}  seed {record['seed']}  {what}", flush=True)
-        Path(args.out).write_text(json.dumps(head(args) | {"rows": records}, indent=1) + "\n", encoding="utf-8")
-    order = list(chosen)
-    records.sort(key=lambda r: (r["bits"], order.index(r["variant"]), r["seed"]))
-    Path(args.out).write_text(json.dumps(head(args) | {"rows": records}, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(records)))
+        busy.pop(pid)
+        left -= 1
+        if record["variant"] is not None or "error" in record:
+            take(record)
+        if "error" not in record and not item.options.get("tune"):
+            for more in later.get(item.folder, []):
+                jobs.put(more)
+                left += 1
+    for _ in processes:
+        jobs.put(None)
+    for p in processes:
+        p.join(timeout=30)
 
 
 def head(args: Any) -> dict[str, Any]:

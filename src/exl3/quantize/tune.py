@@ -43,18 +43,21 @@ class TuneSettings:
 
 @dataclass
 class Tuned:
-    """`tensors`: what replaces tensors of the file, by name. KL in nats per token on rows that training did not see."""
+    """`tensors`: what replaces tensors of the file, by name. KL in nats per token on rows that training did not see; `losses`: of every
+    step, before it."""
 
     tensors: dict[str, Tensor]
     before: float
     after: float
+    losses: list[float]
 
 
 def tune(
     source: Checkpoint, finished: Callable[[int], dict[str, Tensor]], ids: Tensor, device: torch.device, settings: TuneSettings,
-    *, progress: Callable[[int, int], None] | None = None,
+    *, quantized: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Tuned:  # fmt: skip
-    """Trains the scales of a finished quantization. `finished(i)`: tensors of block i, the head last; ids: (rows, cols) calibration rows.
+    """Trains the scales of a finished quantization. `finished(i)`: tensors of block i, the head last; ids: (rows, cols) calibration rows;
+    `quantized`: where the norms and the embedding come from, else from the source.
 
     Where the held-out rows say that nothing was won, `tensors` is empty.
     """
@@ -62,25 +65,26 @@ def tune(
         raise ArgumentError(f"tune: {len(ids)} calibration rows; at least {LEAST_ROWS} are needed, one to judge by: give more --cal-rows")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     teacher = _load(source, device, dtype)
-    student = _Student(_load(source, device, dtype), finished, dtype)
+    student = _Student(_load(quantized or source, device, dtype), finished, device, dtype)
     rows = max(1, settings.tokens // ids.shape[1])
     held = max(1, len(ids) // HELD_OUT)
     judge, train = ids[:: len(ids) // held][:held], _without(ids, len(ids) // held, held)
     before = _judge(teacher, student, judge, rows, device)
     optimizer = torch.optim.Adam(student.parameters(), lr=settings.rate, betas=(0.9, 0.98))
     order = _order(len(train), rows, settings.steps, settings.seed)
+    losses = []
     for step, picked in enumerate(order):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * _schedule(step, settings.steps)
         optimizer.zero_grad()
         with differentiable_attention():
-            _step(teacher, student, Batch.whole(train[picked].to(device)))
+            losses.append(_step(teacher, student, Batch.whole(train[picked].to(device))))
         optimizer.step()
         if progress is not None:
             progress(step + 1, settings.steps)
-    tensors = student.tensors(source)
+    tensors = student.tensors()
     after = _judge(teacher, student, judge, rows, device)
-    return Tuned(tensors if after < before else {}, before, after)
+    return Tuned(tensors if after < before else {}, before, after, losses)
 
 
 def _without(ids: Tensor, stride: int, count: int) -> Tensor:
@@ -107,13 +111,14 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _load(source: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
-    """The original model, dense matrices in `dtype`."""
+    """A model, dense matrices in `dtype`."""
     model = build(source.config)
     locate(model, source)
     model.place(device, dtype)
     model.load_modules(model.parts, source, device)
     for module in [m for block in model.blocks for group in block.quant_groups() for _, m in group] + [model.lm_head]:
-        module.set_dense(module.weight.data.to(dtype), module.bias)
+        if module.weight is not None:
+            module.set_dense(module.weight.data.to(dtype), module.bias)
     return model
 
 
@@ -122,9 +127,8 @@ class _Scaled(nn.Module):
 
     exl3 = None
 
-    def __init__(self, key: str, tensors: dict[str, Tensor], codebook: str, linear: Any, dtype: torch.dtype) -> None:
+    def __init__(self, key: str, tensors: dict[str, Tensor], codebook: str, linear: Any, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        device = linear.weight.device
         self.key, self.in_features, self.out_features = key, linear.in_features, linear.out_features
         suh, svh = tensors[f"{key}.suh"].to(device), tensors[f"{key}.svh"].to(device)
         frozen = codec.dequantize(tensors[f"{key}.trellis"].to(device), torch.ones_like(suh), torch.ones_like(svh), codebook)
@@ -173,7 +177,7 @@ class _Norm(nn.Module):
     def apply_(self) -> None:
         self.norm[0].scale = self.base * (1 + self.delta)
 
-    def tensors(self, source: Checkpoint) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         norm = self.norm[0]
         value = (self.base * (1 + self.delta)).detach() - (1.0 if norm.plus_one else 0.0)
         return {self.name: value.to(norm.weight.dtype).cpu()}
@@ -182,26 +186,26 @@ class _Norm(nn.Module):
 class _Student:
     """The quantized model with its scales as parameters."""
 
-    def __init__(self, model: Any, finished: Callable[[int], dict[str, Tensor]], dtype: torch.dtype) -> None:
-        self.model = model
+    def __init__(self, model: Any, finished: Callable[[int], dict[str, Tensor]], device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
         self.linears: list[_Scaled] = []
         self.norms: list[list[_Norm]] = []
         for i, block in enumerate(model.blocks):
             pairs = [pair for group in block.quant_groups() for pair in group]
-            self._replace(block, pairs, finished(i), dtype)
+            self._replace(block, pairs, finished(i))
             self.norms.append(self._norms(f"{block.key}.", block))
         head = [(model.head_key, model.lm_head)]
-        self._replace(model, head, finished(len(model.blocks)), torch.float32 if dtype == torch.float32 else dtype)
+        self._replace(model, head, finished(len(model.blocks)))
         self.norms.append(self._norms(f"{model.decoder_key}norm", model.model.norm))
 
-    def _replace(self, root: nn.Module, pairs: list[tuple[str, Any]], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    def _replace(self, root: nn.Module, pairs: list[tuple[str, Any]], tensors: dict[str, Tensor]) -> None:
         """Quantized matrices under `root` become `_Scaled`; what is stored dense stays."""
         places = {id(child): (parent, name) for parent in root.modules() for name, child in parent.named_children()}
         for key, linear in pairs:
             if f"{key}.trellis" not in tensors:
                 continue
             codebook = next((c for c in ("mul1", "mcg") if f"{key}.{c}" in tensors), "3inst")
-            scaled = _Scaled(key, tensors, codebook, linear, dtype)
+            scaled = _Scaled(key, tensors, codebook, linear, self.device, self.dtype)
             parent, name = places[id(linear)]
             setattr(parent, name, scaled)
             self.linears.append(scaled)
@@ -223,13 +227,13 @@ class _Student:
         for norm in self.norms[i]:
             norm.apply_()
 
-    def tensors(self, source: Checkpoint) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for linear in self.linears:
             found |= linear.tensors()
         for norms in self.norms:
             for norm in norms:
-                found |= norm.tensors(source)
+                found |= norm.tensors()
         return found
 
 
