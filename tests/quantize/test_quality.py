@@ -15,6 +15,7 @@ from exl3 import ops
 from exl3.errors import ArgumentError, JobError
 from exl3.files import Checkpoint
 from exl3.quantize.convert import convert
+from exl3.quantize.retune import tune_directory
 from exl3.quantize.tune import HELD_OUT, TuneSettings, tune
 
 pytestmark = pytest.mark.skipif(not _native_encoder(), reason="the reference search is too slow for whole conversions: build libexl3_cpu")
@@ -116,6 +117,27 @@ def test_tuning_lowers_the_divergence_and_moves_scales_alone(tmp_path: Path, sou
     told = [float(w) for w in line.replace(",", "").split() if w[0].isdigit() and "." in w]
     assert told[0] == pytest.approx(divergence(source, tmp_path / "plain", held), rel=1e-3)
     assert told[1] == pytest.approx(divergence(source, tmp_path / "tuned", held), rel=1e-2)  # fp16 rounding of the scales in between
+
+
+def test_a_finished_directory_is_tuned_like_a_conversion(tmp_path: Path, source: Path):
+    ids = torch.randint(0, VOCAB, (128, 48), generator=torch.Generator().manual_seed(9))
+    save_file({"input_ids": ids}, tmp_path / "cal.safetensors")
+    for name, options in (("plain", {}), ("tuned", {"tune": True, "tune_steps": 8})):
+        run(source, tmp_path / name, tmp_path / "cal.safetensors", 2, cal_rows=128, **options)
+    again = {"cal_data": str(tmp_path / "cal.safetensors"), "cal_rows": 128, "device": "cpu"}
+    tuned = tune_directory(tmp_path / "plain", source, tmp_path / "again", settings=TuneSettings(steps=8), **again)
+    assert tuned.after < tuned.before and len(tuned.losses) == 8
+    assert contents(tmp_path / "again") == contents(tmp_path / "tuned")
+    # once more starts from the trained norms, not from the original's
+    twice = tune_directory(tmp_path / "again", source, tmp_path / "twice", settings=TuneSettings(steps=1), **again)
+    assert twice.before == pytest.approx(tuned.after, rel=1e-2)  # fp16 rounding of the scales in between
+    for quantized, original, out in ((source, source, "x"), ("plain", tmp_path / "plain", "x"), ("plain", source, "plain")):
+        with pytest.raises(ArgumentError):
+            tune_directory(tmp_path / quantized, original, tmp_path / out, **again)
+    other = write_model(tmp_path / "other", layers=1)
+    with pytest.raises(ArgumentError, match="another model"):
+        tune_directory(tmp_path / "plain", other, tmp_path / "x", **again)
+    assert not (tmp_path / "x").exists()
 
 
 def test_tuning_needs_a_row_to_judge_by(tmp_path: Path, source: Path, calibration: Path):

@@ -18,6 +18,7 @@ VERBS = {
     "eval": "eval",
     "measure": "measure",
     "optimize": "optimize",
+    "tune": "tune",
     "generate": "generate",
     "chat": "chat",
     "inspect": "inspect",

@@ -142,9 +142,7 @@ def linear(
 MANY_ROWS = 256
 
 
-def _dense_many(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, accumulate: bool, dtype: torch.dtype | None
-) -> Tensor:
+def _dense_many(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, accumulate: bool, dtype: torch.dtype | None) -> Tensor:
     """Whole sequences (calibration, evaluation, prefill): torch's product is faster than ours, which is made for few rows. On a GPU
     operands of one half type stay in it (fp32 accumulation inside); everything else is widened to fp32."""
     if x.device.type == "cpu" or x.dtype != weight.dtype or x.dtype == torch.float32:

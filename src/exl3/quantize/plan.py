@@ -183,12 +183,12 @@ def check_resources(
         tokens = affordable(options.sensitivity_tokens(devices[0].type), model, devices[0])
         kept = 4 * tokens * (len(model.blocks) + 2) * model.config.hidden_size
     host = {"calibration streams": max(streams, kept)}  # one after the other
-    _check_memory(host | working if devices[0].type == "cpu" else host, torch.device("cpu"))
+    check_memory(host | working if devices[0].type == "cpu" else host, torch.device("cpu"))
     for device in devices if devices[0].type != "cpu" else []:  # what exceeds it goes into host memory
-        _check_memory({"a block and its statistics": least_bytes(plan)}, device)
+        check_memory({"a block and its statistics": least_bytes(plan)}, device)
     if options.tune:
-        need = {"tuning, original and quantized model": tuning_bytes(plan, model, devices[0], options.cal_cols)}
-        _check_memory(need, devices[0], "Leave --tune out")
+        need = {"tuning, original and quantized model": tuning_bytes(plan.total_weights, model, devices[0], options.cal_cols)}
+        check_memory(need, devices[0], "Leave --tune out")
 
 
 def working_bytes(plan: Plan, model: Any, device: torch.device) -> int:
@@ -212,11 +212,11 @@ def least_bytes(plan: Plan) -> int:
     return 6 * sum(s.weights for s in plan.specs) // layers + 3 * 4 * k * k
 
 
-def tuning_bytes(plan: Plan, model: Any, device: torch.device, cols: int) -> int:
+def tuning_bytes(weights: int, model: Any, device: torch.device, cols: int) -> int:
     """Bytes that --tune takes when all else is done: both models dense, one step's streams in front of every block, a few of its logits."""
     tokens = max(TuneSettings.tokens, cols)
     streams = 4 * tokens * (len(model.blocks) + 4) * model.config.hidden_size
-    return 2 * (4 if device.type == "cpu" else 2) * plan.total_weights + streams + 16 * HEAD_TOKENS * model.config.vocab_size
+    return 2 * (4 if device.type == "cpu" else 2) * weights + streams + 16 * HEAD_TOKENS * model.config.vocab_size
 
 
 def stream_room(plan: Plan, model: Any, device: torch.device) -> int:
@@ -226,7 +226,7 @@ def stream_room(plan: Plan, model: Any, device: torch.device) -> int:
     return memory.available_bytes(device) - memory.reserve_bytes(device) - 2 * working_bytes(plan, model, device)
 
 
-def _check_memory(parts: dict[str, int], device: torch.device, advice: str = "Use fewer --cal-rows or --cal-cols") -> None:
+def check_memory(parts: dict[str, int], device: torch.device, advice: str = "Use fewer --cal-rows or --cal-cols") -> None:
     have, reserve = memory.available_bytes(device), memory.reserve_bytes(device)
     need = sum(parts.values())
     if need > have - reserve:

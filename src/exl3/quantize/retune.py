@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from exl3.models.registry import build
 from exl3.quantize import calibration as cal
 from exl3.quantize.devices import choose_devices
 from exl3.quantize.options import ConvertOptions
+from exl3.quantize.plan import check_memory, tuning_bytes
 from exl3.quantize.tune import Tuned, TuneSettings, tune
 
 _PARTS = ("trellis", "suh", "svh", "bias", "mul1", "mcg")
@@ -46,6 +48,9 @@ def tune_directory(
     place = choose_devices(device)[0]
     options = ConvertOptions(bits=4, cal_data=cal_data, cal_rows=cal_rows, cal_cols=cal_cols, seed=settings.seed).checked()
     rows = _rows(options.with_calibration(place.type), source, model.config.vocab_size)
+    weights = sum(math.prod(t.shape) for t in source.tensors.values())
+    need = {"tuning, original and quantized model": tuning_bytes(weights, model, place, rows.cols)}
+    check_memory(need, place, "Use a smaller model or another device")
     keys = [[key for group in block.quant_groups() for key, _ in group] for block in model.blocks] + [[model.head_key]]
 
     def tensors(i: int) -> dict[str, Tensor]:
