@@ -56,7 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two-sided": {"two_sided": True},
     "self text": {"self_text": 0.25},
     "correction 1": {"correction": 1.0},
-    "damping 0.01": {"damping": 0.01},
+    "damping 0.005": {"damping": 0.005},
+    "chosen damping": {"choose_damping": True},
 }
 
 
@@ -146,7 +147,8 @@ class Item:
 
 
 def worker(jobs: Any, results: Any, model: str, device: str, rows: int) -> None:
-    """Takes items from `jobs` until None comes; gives (its pid, item, None), and with the record when done."""
+    """Takes items from `jobs` until None comes; gives (its pid, item, None) when it takes one, first with no item when it is ready, and the
+    record when done."""
     import torch
 
     from exl3.files import Tokenizer
@@ -156,6 +158,7 @@ def worker(jobs: Any, results: Any, model: str, device: str, rows: int) -> None:
     torch.set_num_threads(1)
     text = slices(Tokenizer.from_directory(model), rows)
     original = load(model, device=device, max_tokens=ROW)
+    results.put((os.getpid(), None, None))
     for item in iter(jobs.get, None):
         results.put((os.getpid(), item, None))
         record = {"variant": item.variant, "options": item.options, "bits": item.bits, "seed": item.seed}
@@ -269,38 +272,38 @@ def plan(work: list[tuple[str, dict[str, Any], float, int]], folder: Path, keep:
 
 def spread(work: list[tuple[str, dict[str, Any], float, int]], args: Any, folder: Path, take: Callable[[dict[str, Any]], None]) -> None:
     """Does all of `work` in --jobs processes; `take` is given each record as it comes."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["exl3.models", "exl3.quantize.retune", "exl3.evaluate.metrics"])
     jobs, results = context.Queue(), context.Queue()
-    first, later = plan(work, folder, bool(args.keep))
-    left = len(first)
-    for item in first:
-        jobs.put(item)
+    waiting, later = plan(work, folder, bool(args.keep))
     places = [args.device[i % len(args.device)] for i in range(args.jobs)]
     processes = [context.Process(target=worker, args=(jobs, results, args.model, place, args.rows)) for place in places]
     for p in processes:
         p.start()
-    busy: dict[int, Item] = {}
-    while left:
+    free, busy = 0, {}
+    while waiting or busy or free < sum(p.is_alive() for p in processes):
         try:
             pid, item, record = results.get(timeout=5)
         except queue.Empty:
             for p in processes:  # one that was killed, for memory say, takes its item with it
-                if not p.is_alive() and busy.pop(p.pid or 0, None) is not None:
-                    left -= 1
+                if not p.is_alive():
+                    busy.pop(p.pid, None)
             if not any(p.is_alive() for p in processes):
                 break
             continue
-        if record is None:
+        if record is None and item is not None:
             busy[pid] = item
             continue
-        busy.pop(pid)
-        left -= 1
-        if record["variant"] is not None or "error" in record:
-            take(record)
-        if "error" not in record and not item.options.get("tune"):
-            for more in later.get(item.folder, []):
-                jobs.put(more)
-                left += 1
+        free += 1
+        if record is not None:
+            busy.pop(pid)
+            if record["variant"] is not None or "error" in record:
+                take(record)
+            if "error" not in record and not item.options.get("tune"):
+                waiting[:0] = later.get(item.folder, [])  # first: whole comparisons
+        while waiting and free:
+            jobs.put(waiting.pop(0))
+            free -= 1
     for _ in processes:
         jobs.put(None)
     for p in processes:

@@ -16,6 +16,7 @@ from tiny_llama import VOCAB, write_model
 from exl3 import ops
 from exl3.errors import ArgumentError, BackendError, ResourceError
 from exl3.models import Model
+from exl3.nn import Attention
 from exl3.ops import transfer
 from exl3.quantize import block, ldlq
 from exl3.quantize.background import Reader, Writer
@@ -237,16 +238,20 @@ def test_reader_reads_ahead_and_again_where_memory_was_short():
 
 
 def test_what_the_original_block_shows_may_be_kept(tmp_path: Path, calibration: Path, monkeypatch):
-    """One pass of the original block for all its groups, or one for each where memory is short: the same bytes."""
-    source, passes = write_model(tmp_path / "source"), [0]
+    """One pass of the original block for all its groups, or one for each where memory is short, and no attention over what it has seen
+    already: the same bytes."""
+    source, passes, attended = write_model(tmp_path / "source"), [0], {}
     for name, room in (("kept", True), ("again", False)):
         monkeypatch.setattr(block._Copy, "_has_room_to_keep", lambda self, room=room: room)
         real = block._shown
         monkeypatch.setattr(block, "_shown", lambda *a, real=real: [passes.__setitem__(0, passes[0] + 1), real(*a)][1])
+        attend, calls = Attention.attend, []
+        monkeypatch.setattr(Attention, "attend", lambda *a, attend=attend, calls=calls: [calls.append(0), attend(*a)][1])
         run(source, tmp_path / name, calibration, 3)
         monkeypatch.undo()
         assert (passes[0] > 0) is room
-        passes[0] = 0
+        passes[0], attended[name] = 0, len(calls)
+    assert attended["kept"] < 0.6 * attended["again"]
     for p in (tmp_path / "kept").iterdir():
         assert p.read_bytes() == (tmp_path / "again" / p.name).read_bytes()
 

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from exl3.cache import Batch
 from exl3.models import memory
-from exl3.nn import MLP, Linear
+from exl3.nn import MLP, Attention, Linear
+from exl3.nn.linear import project_out
 from exl3.ops import reference
+from exl3.quantize.damping import for_correction, wanted_change
 from exl3.quantize.hessian import Hessian, check_activations
+from exl3.quantize.ldl import damped
 from exl3.quantize.linear import EncodeAt, Group, Member, Settings
 from exl3.quantize.regularize import column_rms
 from exl3.quantize.report import BlockReport
@@ -99,6 +102,10 @@ class _Copy:
         self.plain: dict[str, tuple[Tensor, Tensor | None]] = {}  # as the original block computes with them
         self.installed: set[str] = set()  # matrices that are quantized by now
         self.shown: dict[tuple[int, int, int], _Shown] = {}  # by shard, first row and rows
+        self.inner: dict[tuple[int, int, int], dict[str, Tensor]] = {}  # inputs of `ends`, when all that leads there is quantized
+        parts = [(m, m.o_proj if isinstance(m, Attention) else m.down_proj) for m in block.modules() if isinstance(m, (Attention, MLP))]
+        keys = {id(linear): key for key, linear in self.linears.items()}
+        self.ends = {keys[id(linear)]: (m, linear) for m, linear in parts if id(linear) in keys}  # matrices that attention and MLP end with
         self.keeps = self._has_room_to_keep()
         self.compute_in(dtype)
 
@@ -106,19 +113,21 @@ class _Copy:
         """dtype of the values between operations and of the weights."""
         self.dtype = dtype
         self.shown.clear()
+        self.inner.clear()
         self.block.set_dtype(dtype)
         self.plain = {key: (self.originals[key].to(dtype), linear.bias) for key, linear in self.linears.items()}
         done = {key: (dense_weight(self.linears[key]).to(dtype), self.linears[key].bias) for key in self.installed}
         _set(self.linears, self.plain | done)
 
     def _has_room_to_keep(self) -> bool:
-        """Whether `_Shown` of all rows may be kept: on a CPU, where a pass is dear, in a quarter of what is free."""
+        """Whether `shown` and `inner` of all rows may be kept: on a CPU, where a pass is dear, in a quarter of what is free."""
         device = self.worker.device
         if device.type != "cpu":
             return False
         tokens = sum(s.quantized[..., 0].numel() for s in self.worker.streams.shards.values())
         hidden = self.worker.model.config.hidden_size
         width = sum(group[0][1].in_features + hidden for group in self.block.quant_groups()) + hidden
+        width += sum(linear.in_features for _, linear in self.ends.values())
         return 4 * tokens * width < (memory.available_bytes(device) - memory.reserve_bytes(device)) // 4
 
     def bias(self, key: str) -> Tensor | None:
@@ -260,27 +269,34 @@ def _capture(team: Team, copies: dict[Worker, _Copy], inputs: list[tuple[str, Li
 
 def _capture_shard(c: _Copy, number: int, inputs: list[tuple[str, Linear]], policy: Policy) -> list[tuple[Hessian, Tensor]]:
     cross = policy.correction > 0
-    found = [Hessian(name, linear.in_features, c.worker.device, cross=cross) for name, linear in inputs]
+    hold = c.worker.streams.shards[number].quantized.shape[1] if policy.settings.choose_damping else 0
+    found = [Hessian(name, linear.in_features, c.worker.device, cross=cross, hold=hold) for name, linear in inputs]
     samples: dict[int, Tensor] = {}
     linears = [c.linears[name] for name, _ in inputs]
     keep = cross and policy.recapture and c.keeps
     for row, batch, x, original in c.worker.streams.batches(number):
         others: dict[int, tuple[Tensor, Tensor | None]] = {}
+        place = number, row, batch.rows
         if original is not None and keep:
-            shown = _shown(c, (number, row, batch.rows), original, batch)
+            shown = _shown(c, place, original, batch)
             others = {i: shown.inputs[name] for i, (name, _) in enumerate(inputs) if name in shown.inputs}
         elif cross and original is not None:
             with _weights(c.linears, c.plain):
                 _watch(c.block, linears, original, batch, partial(_remember, others))
 
-        def note(i: int, seen: Tensor, stream: Tensor | None, others: dict[int, tuple[Tensor, Tensor | None]] = others) -> None:
+        def note(
+            i: int, seen: Tensor, stream: Tensor | None, others: dict[int, tuple[Tensor, Tensor | None]] = others, place: Any = place
+        ) -> None:
             other, wanted = others.get(i, (None, None))
             missing = None if stream is None or wanted is None else wanted - stream
             found[i].add(seen, other, token_weights(seen) if policy.token_weighting else None, missing)
+            if keep and inputs[i][0] in c.ends:
+                c.inner.setdefault(place, {})[inputs[i][0]] = seen.clone()
             if i not in samples:
                 samples[i] = seen[:SENSITIVITY_TOKENS].clone()
 
-        _watch(c.block, linears, x, batch, note)
+        with _from_inner(c, place):
+            _watch(c.block, linears, x, batch, note)
     return [(h, samples[i] if i in samples else _no_sample(h)) for i, h in enumerate(found)]
 
 
@@ -297,6 +313,23 @@ def _shown(c: _Copy, place: tuple[int, int, int], original: Tensor, batch: Batch
                 stack.enter_context(_inputs(linear, partial(take, name)))
             c.shown[place] = _Shown(c.block(original, batch), inputs)
     return c.shown[place]
+
+
+@contextmanager
+def _from_inner(c: _Copy, place: tuple[int, int, int]) -> Iterator[None]:
+    """Attention and MLPs whose last input is known for these rows begin there."""
+
+    def short(linear: Linear, y: Tensor) -> Callable[..., Tensor]:
+        return lambda x, batch=None, *, norm=None, residual=None: project_out(y, linear, residual)
+
+    known = [(c.ends[key], y) for key, y in c.inner.get(place, {}).items()]
+    for (part, linear), y in known:
+        part.__dict__["forward"] = short(linear, y)
+    try:
+        yield
+    finally:
+        for (part, _), _ in known:
+            del part.__dict__["forward"]
 
 
 def _no_sample(hessian: Hessian) -> Tensor:
@@ -366,15 +399,9 @@ def corrected(weight: Tensor, hessian: Hessian, share: float, damping: float) ->
         return weight
     weight = weight.float()
     k = weight.shape[1]
-    matrix = hessian.matrix()[:k, :k]
-    wanted = (hessian.cross()[:k, :k] - matrix) @ weight.T
-    missing = hessian.missing()
-    if missing is not None and missing.shape[1] == weight.shape[0]:
-        wanted += missing[:k]
-    diagonal = matrix.diagonal()
-    diagonal += damping * diagonal.mean()
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    change = torch.cholesky_solve(wanted, factor).T
+    damping = for_correction(hessian, weight, share, damping)
+    factor, info = torch.linalg.cholesky_ex(damped(hessian.matrix()[:k, :k], damping))
+    change = torch.cholesky_solve(wanted_change(hessian, weight), factor).T
     return torch.where((info == 0) & torch.isfinite(change).all(), weight + share * change, weight)
 
 
@@ -430,7 +457,9 @@ def _advance_shard(c: _Copy, number: int, spans: list[tuple[int, int]]) -> list[
     def go_on(first: int, end: int) -> None:
         done = max([first, *(row + rows for (row, rows), _ in results if first <= row < end)])
         for row, batch, x, original in streams.batches(number, first=done, rows=end - done):
-            y = c.block(x, batch)
+            with _from_inner(c, (number, row, batch.rows)):
+                y = c.block(x, batch)
+            c.inner.pop((number, row, batch.rows), None)
             finite = torch.isfinite(y).all()
             if original is not None and shard.original is not None:
                 shown = c.shown.pop((number, row, batch.rows), None)

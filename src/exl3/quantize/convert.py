@@ -539,6 +539,7 @@ def _policy(o: ConvertOptions) -> Policy:
     settings = Settings(
         codebook=o.codebook,
         damping=o.damping,
+        choose_damping=bool(o.choose_damping),
         scaled_hessian=o.scaled_hessian,
         seam_window=o.seam_window,
         search_scale=o.preset == "incumbent" or o.quality == "best",

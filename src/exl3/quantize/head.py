@@ -34,7 +34,7 @@ def quantize_head(
         w.model.load_modules({f"{w.model.decoder_key}norm": w.model.model.norm}, source, w.device)
     total: Hessian | None = None
     for part in team.over_shards(
-        lambda w, number: w.streams.within_memory(lambda: _shard(w, number, key, head.in_features, correction > 0))
+        lambda w, number: w.streams.within_memory(lambda: _shard(w, number, key, head.in_features, correction > 0, settings.choose_damping))
     ):
         if total is None:
             total = part.on(team.lead.device)
@@ -63,8 +63,8 @@ def _input(w: Worker, x: Tensor, batch: Any) -> Tensor:
     return capture(w.model.head, w.model.lm_head, x, batch)
 
 
-def _shard(w: Worker, number: int, key: str, features: int, cross: bool) -> Hessian:
-    hessian = Hessian(key, features, w.device, cross=cross)
+def _shard(w: Worker, number: int, key: str, features: int, cross: bool, hold: bool) -> Hessian:
+    hessian = Hessian(key, features, w.device, cross=cross, hold=w.streams.shards[number].quantized.shape[1] if hold else 0)
     for _, batch, x, original in w.streams.batches(number):
         other = _input(w, original, batch) if cross and original is not None else None
         hessian.add(_input(w, x, batch), other)

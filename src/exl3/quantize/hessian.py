@@ -13,6 +13,7 @@ from exl3.quantize.regularize import padded
 from exl3.quantize.transfer import move
 
 CHUNK = 512  # tokens in one product: tensor cores truncate as they add, 2e-6 over so many; chunks are added with rounding, in order
+HOLD = 8  # of so many rows the last is held back
 
 
 class Hessian:
@@ -24,8 +25,10 @@ class Hessian:
     device.
     """
 
-    def __init__(self, name: str, features: int, device: torch.device | str, *, cross: bool = False) -> None:
-        self.name, self.features = name, features
+    def __init__(self, name: str, features: int, device: torch.device | str, *, cross: bool = False, hold: int = 0) -> None:
+        """`hold`: tokens in a row, one row in `HOLD` is counted apart as well, see `parts`; 0: none."""
+        self.name, self.features, self.hold = name, features, hold
+        self.held = Hessian(name, features, device, cross=cross) if hold else None
         self.sum = torch.zeros(features, features, device=device)
         self.cross_sum = torch.zeros(features, features, device=device) if cross else None
         self.missing_sum: Tensor | None = None
@@ -41,6 +44,9 @@ class Hessian:
             self.missing_sum = torch.zeros(self.features, missing.shape[1], device=self.sum.device)
         for start in range(0, x.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
+            if self.held is not None and (self.tokens + start) // self.hold % HOLD == HOLD - 1:
+                others = (None if t is None else t[part] for t in (x_original, weights, missing))
+                self.held.add(x[part], *others)
             left = x[part] if weights is None else x[part].float() * weights[part].float().unsqueeze(1)
             _accumulate(self.sum, left, x[part])
             if self.cross_sum is not None:
@@ -59,6 +65,8 @@ class Hessian:
     def merge(self, other: Hessian) -> None:
         """Adds the statistics of further tokens of the same input, gathered elsewhere."""
         other = other.on(self.sum.device)
+        if self.held is not None and other.held is not None:
+            self.held.merge(other.held)
         self.sum += other.sum
         if self.cross_sum is not None and other.cross_sum is not None:
             self.cross_sum += other.cross_sum
@@ -74,10 +82,22 @@ class Hessian:
         if self.sum.device == device:
             return self
         other = copy(self)
+        other.held = None if self.held is None else self.held.on(device)
         for name in ("sum", "cross_sum", "missing_sum", "weight_sum", "peak"):
             value = getattr(self, name)
             setattr(other, name, None if value is None else move(value, device))
         return other
+
+    def parts(self) -> tuple[Hessian, Hessian] | None:
+        """(the other tokens, those held back), where both say something."""
+        if self.held is None or not self.held.usable or self.held.tokens >= self.tokens:
+            return None
+        rest = copy(self)
+        rest.held = None
+        for name in ("sum", "cross_sum", "missing_sum", "weight_sum", "unweighted", "tokens"):
+            whole, part = getattr(self, name), getattr(self.held, name)
+            setattr(rest, name, whole if whole is None or part is None else whole - part)
+        return rest, self.held
 
     @property
     def weight(self) -> float:

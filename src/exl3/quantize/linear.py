@@ -13,6 +13,7 @@ from torch import Tensor
 from exl3 import codec
 from exl3.codec.codebooks import MULTIPLIERS
 from exl3.errors import NumericalError
+from exl3.quantize.damping import for_feedback
 from exl3.quantize.hessian import Hessian
 from exl3.quantize.ldl import Factor, block_ldl, damped
 from exl3.quantize.ldlq import Encode, Problem, Solution, ldlq
@@ -33,6 +34,7 @@ class Settings:
 
     codebook: str = "mul1"
     damping: float = 0.025
+    choose_damping: bool = False  # on tokens held back, among multiples of `damping`
     scaled_hessian: bool = True
     seam_window: int = 0
     search_scale: bool = False
@@ -122,8 +124,8 @@ def prepare(groups: list[Group], encode: EncodeAt, settings: Settings) -> list[W
     by_group = [_regularize(group, settings) for group in groups]
     work = [w for members in by_group for w in members]
     _check_ranges(work)
-    for members in by_group:
-        _factor(members, settings)
+    for group, members in zip(groups, by_group):
+        _factor(members, group.hessian, settings)
     for rate in dict.fromkeys(w.member.rate for w in work):
         _scale([w for w in work if w.member.rate == rate], encode, settings)
     return work
@@ -171,14 +173,17 @@ def _regularize(group: Group, settings: Settings) -> list[Work]:
     return work
 
 
-def _factor(work: list[Work], settings: Settings) -> None:
+def _factor(work: list[Work], hessian: Hessian | None, settings: Settings) -> None:
     """Factors of the matrices of one group: one each where it sees the rows' scales, else one for all."""
     shared: Factor | None = None
+    damping = settings.damping
+    if hessian is not None and work[0].calibrated:
+        damping = for_feedback(hessian, work[0].suh if settings.scaled_hessian else work[0].signs, damping)
     for w in work if work[0].calibrated else []:
         if settings.scaled_hessian:
-            w.factor = block_ldl(w.matrix, settings.damping, w.suh, name=w.member.key)
+            w.factor = block_ldl(w.matrix, damping, w.suh, name=w.member.key)
         else:
-            w.factor = shared = shared or block_ldl(w.matrix, settings.damping, w.signs, name=w.member.key)
+            w.factor = shared = shared or block_ldl(w.matrix, damping, w.signs, name=w.member.key)
 
 
 def _scale(work: list[Work], encode: EncodeAt, settings: Settings) -> None:

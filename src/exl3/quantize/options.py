@@ -73,6 +73,7 @@ class ConvertOptions:
     out_scales: str = "auto"
     scaled_hessian: bool | None = None  # the LDL factor sees the rows' scales
     damping: float | None = None  # share of the Hessian's mean diagonal
+    choose_damping: bool | None = None  # multiples of it are tried on tokens held back
     recapture: bool | None = None  # inputs of a later group see the already quantized earlier ones of the same block
     correction: float | None = None  # share of the error made upstream that targets make up for, 0 ... 1
     token_weighting: bool | None = None  # attention-sink and outlier tokens count less
@@ -107,6 +108,7 @@ class ConvertOptions:
             "embed_bits": None if o.recipe else 16,
             "scaled_hessian": not incumbent,
             "damping": 0.025,
+            "choose_damping": False,
             "recapture": not incumbent and o.quality != "fast",
             "correction": 0.0 if incumbent or o.quality == "fast" or o.recapture is False else CORRECTION,
             "allocation": "place" if incumbent or o.quality == "fast" else "sensitivity",
