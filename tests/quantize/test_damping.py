@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from exl3.quantize import hessian
 from exl3.quantize.block import corrected
 from exl3.quantize.damping import MULTIPLES, for_correction, for_feedback
 from exl3.quantize.hessian import HOLD, Hessian
@@ -13,14 +14,17 @@ K, ROW = 128, 16
 DAMPING = 0.025
 
 
-def gathered(x: torch.Tensor, other: torch.Tensor | None = None, missing: torch.Tensor | None = None, step: int = 10) -> Hessian:
-    """Statistics of rows of ROW tokens, a few rows at a time."""
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hessian, "CHUNK", ROW)
+
+
+def gathered(x: torch.Tensor, other: torch.Tensor | None = None, missing: torch.Tensor | None = None) -> Hessian:
+    """Statistics of rows of ROW tokens, ten rows at a time."""
     h = Hessian("x", K, "cpu", cross=other is not None, hold=ROW)
-    for start in range(0, len(x), step * ROW):
-        part = slice(start, start + step * ROW)
-        for at in range(part.start, min(part.stop, len(x)), ROW):  # chunks are longer than these rows
-            row = slice(at, at + ROW)
-            h.add(x[row], None if other is None else other[row], None, None if missing is None else missing[row])
+    for start in range(0, len(x), 10 * ROW):
+        part = slice(start, start + 10 * ROW)
+        h.add(x[part], None if other is None else other[part], None, None if missing is None else missing[part])
     return h
 
 

@@ -15,6 +15,7 @@ from exl3 import ops
 from exl3.errors import ArgumentError, JobError
 from exl3.files import Checkpoint
 from exl3.quantize.convert import convert
+from exl3.quantize.damping import MULTIPLES
 from exl3.quantize.retune import tune_directory
 from exl3.quantize.tune import HELD_OUT, TuneSettings, tune
 
@@ -70,6 +71,15 @@ def test_total_bits_by_sensitivity(tmp_path: Path, source: Path, calibration: Pa
     rates = {t.key: t.bits for t in report.tensors}
     for i in range(LAYERS):  # what shares an input keeps one rate
         assert len({rates[f"model.layers.{i}.self_attn.{n}_proj"] for n in "qkv"}) == 1
+
+
+def test_damping_is_chosen_for_each_group(tmp_path: Path, source: Path):
+    save_file({"input_ids": torch.randint(0, VOCAB, (128, 48), generator=torch.Generator().manual_seed(9))}, tmp_path / "cal.safetensors")
+    report = run(source, tmp_path / "chosen", tmp_path / "cal.safetensors", 3, cal_rows=128, choose_damping=True)
+    used = {t.key: t.damping / 0.025 for t in report.tensors}
+    assert all(min(abs(d - m) for m in MULTIPLES) < 1e-9 for d in used.values()) and set(used.values()) != {1.0}
+    for i in range(LAYERS):  # one Hessian, one damping
+        assert len({used[f"model.layers.{i}.self_attn.{n}_proj"] for n in "qkv"}) == 1
 
 
 @pytest.mark.parametrize("stop_at", [3, 60])

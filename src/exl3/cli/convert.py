@@ -70,6 +70,13 @@ OPTIONS = [
         help="the LDL factor sees the row scales (default: yes)",
     ),
     _option("--damping", "damping", type=float, help="share of the Hessian's mean diagonal added to it (default: 0.025)"),
+    _option(
+        "--choose-damping/--no-choose-damping",
+        "--choose_damping/--no_choose_damping",
+        "choose_damping",
+        default=None,
+        help="multiples of the damping are tried on calibration rows held back (default: no)",
+    ),
     _option("--recapture/--no-recapture", "recapture", default=None, help="capture inputs anew after each quantized group of a block"),
     _option("--correction", "correction", type=float, help="share of upstream error that targets make up for, 0-1"),
     _option(

@@ -40,6 +40,7 @@ from exl3.quantize.streams import Shard, Streams, shard_rows
 from exl3.quantize.team import Team, Worker
 from exl3.quantize.tune import LEAST_ROWS, TuneSettings, tune
 
+HEAD_WINDOW, HEAD_WINDOW_BITS = 64, 5  # of a head with so many bits on a CPU: less than 1 % more of an error that hardly counts
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass of a block
 
 # (weights done, weights in all, what is being worked on)
@@ -430,6 +431,8 @@ class _Conversion:
             tensors[f"{model.head_key}.weight"] = model.lm_head.weight.data.half()
         else:
             settings, scales = _policy(options).settings, options.out_scales != "never"
+            if team.lead.device.type == "cpu" and plan.head_bits >= HEAD_WINDOW_BITS:
+                settings.seam_window = min(settings.seam_window, HEAD_WINDOW)
             tensors, report = quantize_head(
                 team, source, plan.head_bits, scales, settings, encode, self._step, correction=options.correction or 0.0
             )

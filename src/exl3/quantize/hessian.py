@@ -26,8 +26,8 @@ class Hessian:
     """
 
     def __init__(self, name: str, features: int, device: torch.device | str, *, cross: bool = False, hold: int = 0) -> None:
-        """`hold`: tokens in a row, one row in `HOLD` is counted apart as well, see `parts`; 0: none."""
-        self.name, self.features, self.hold = name, features, hold
+        """`hold`: tokens in a row; one row in `HOLD`, or one chunk if those are longer, is counted apart as well, see `parts`. 0: none."""
+        self.name, self.features, self.span = name, features, max(hold, CHUNK)
         self.held = Hessian(name, features, device, cross=cross) if hold else None
         self.sum = torch.zeros(features, features, device=device)
         self.cross_sum = torch.zeros(features, features, device=device) if cross else None
@@ -44,7 +44,7 @@ class Hessian:
             self.missing_sum = torch.zeros(self.features, missing.shape[1], device=self.sum.device)
         for start in range(0, x.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            if self.held is not None and (self.tokens + start) // self.hold % HOLD == HOLD - 1:
+            if self.held is not None and (self.tokens + start) // self.span % HOLD == HOLD - 1:
                 others = (None if t is None else t[part] for t in (x_original, weights, missing))
                 self.held.add(x[part], *others)
             left = x[part] if weights is None else x[part].float() * weights[part].float().unsqueeze(1)
