@@ -129,6 +129,22 @@ def test_tuning_lowers_the_divergence_and_moves_scales_alone(tmp_path: Path, sou
     assert told[1] == pytest.approx(divergence(source, tmp_path / "tuned", held), rel=1e-2)  # fp16 rounding of the scales in between
 
 
+def test_few_tokens_are_scaled_in_place_of_the_matrix(tmp_path: Path, source: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch):
+    run(source, tmp_path / "plain", calibration, 2)
+    results = {}
+    for logits in (1 << 26, 4 * VOCAB):  # all tokens of a step at once, or four by four through the head
+        monkeypatch.setattr("exl3.quantize.tune.HEAD_LOGITS", logits)
+        settings = TuneSettings(steps=3, tokens=480)
+        out = tmp_path / str(logits)
+        results[logits] = tune_directory(
+            tmp_path / "plain", source, out, settings=settings, cal_data=str(calibration), cal_rows=64, device="cpu"
+        )
+    whole, parts = results.values()
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
+    for name, t in whole.tensors.items():
+        assert torch.allclose(t.float(), parts.tensors[name].float(), rtol=2e-3, atol=1e-3), name
+
+
 def test_a_finished_directory_is_tuned_like_a_conversion(tmp_path: Path, source: Path):
     ids = torch.randint(0, VOCAB, (128, 48), generator=torch.Generator().manual_seed(9))
     save_file({"input_ids": ids}, tmp_path / "cal.safetensors")

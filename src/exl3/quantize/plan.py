@@ -18,7 +18,7 @@ from exl3.quantize.options import ConvertOptions
 from exl3.quantize.recipe import Recipe, read_recipe
 from exl3.quantize.regularize import padded
 from exl3.quantize.sensitivity import Sensitivity, affordable, distortion
-from exl3.quantize.tune import HEAD_TOKENS, TuneSettings
+from exl3.quantize.tune import HEAD_LOGITS, TuneSettings
 
 RING_RATES = (8, 7, 6, 5, 4)  # for the token embedding, where --total-bits needs it
 _MIB = 1 << 20
@@ -216,7 +216,7 @@ def tuning_bytes(weights: int, model: Any, device: torch.device, cols: int) -> i
     """Bytes that --tune takes when all else is done: both models dense, one step's streams in front of every block, a few of its logits."""
     tokens = max(TuneSettings.tokens, cols)
     streams = 4 * tokens * (len(model.blocks) + 4) * model.config.hidden_size
-    return 2 * (4 if device.type == "cpu" else 2) * weights + streams + 16 * HEAD_TOKENS * model.config.vocab_size
+    return 2 * (4 if device.type == "cpu" else 2) * weights + streams + 32 * min(HEAD_LOGITS, tokens * model.config.vocab_size)
 
 
 def stream_room(plan: Plan, model: Any, device: torch.device) -> int:

@@ -26,7 +26,7 @@ from exl3.nn import RMSNorm
 from exl3.quantize.refit import FP16_MAX
 from exl3.quantize.sensitivity import differentiable_attention
 
-HEAD_TOKENS = 2048  # tokens whose logits are held at once
+HEAD_LOGITS = 1 << 26  # logits held at once, several times over
 LEAST_ROWS = 2
 HELD_OUT = 16  # one row in so many is kept apart to judge by
 
@@ -142,11 +142,13 @@ class _Scaled(nn.Module):
         self.bias_unit = 0.0 if self.bias is None else float(self.bias.square().mean().sqrt())
 
     def forward(self, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-        # scaling the matrix costs less than scaling what goes through it
         u = (self.suh * (1 + self.din))[: self.in_features]
         v = (self.svh * (1 + self.dout))[: self.out_features]
-        weight = (self.frozen * (v.unsqueeze(1) * u)).to(self.frozen.dtype)
-        y = torch.nn.functional.linear(x.to(weight.dtype), weight)
+        if x.shape[0] * (self.in_features + self.out_features) < self.frozen.numel():  # what goes through is less than the matrix
+            y = torch.nn.functional.linear((x * u).to(self.frozen.dtype), self.frozen) * v
+        else:
+            weight = (self.frozen * (v.unsqueeze(1) * u)).to(self.frozen.dtype)
+            y = torch.nn.functional.linear(x.to(weight.dtype), weight)
         if self.bias is not None:
             y = y + self._bias()[: self.out_features]
         if out is None:
@@ -244,6 +246,12 @@ def _walk(model: Any, batch: Batch) -> Tensor:
     return x
 
 
+def _parts(tokens: int, model: Any) -> list[slice]:
+    """Tokens whose logits are made together."""
+    step = max(1, HEAD_LOGITS // model.config.vocab_size)
+    return [slice(start, start + step) for start in range(0, tokens, step)]
+
+
 def _kl(teacher: Any, student: _Student, wanted: Tensor, x: Tensor) -> Tensor:
     """Sum over tokens of KL(original || quantized), both from their last streams."""
     with torch.no_grad():
@@ -275,8 +283,7 @@ def _step(teacher: Any, student: _Student, batch: Batch) -> float:
             x = block(x, batch)
     total = 0.0
     gradient = torch.empty_like(x)
-    for start in range(0, batch.tokens, HEAD_TOKENS):
-        part = slice(start, start + HEAD_TOKENS)
+    for part in _parts(batch.tokens, model):
         with torch.enable_grad():
             student.ready(n)
             leaf = x[part].clone().requires_grad_()
@@ -303,6 +310,6 @@ def _judge(teacher: Any, student: _Student, ids: Tensor, rows: int, device: torc
         for start in range(0, len(ids), rows):
             batch = Batch.whole(ids[start : start + rows].to(device))
             wanted, x = _walk(teacher, batch), _walk(student.model, batch)
-            for at in range(0, batch.tokens, HEAD_TOKENS):
-                total += float(_kl(teacher, student, wanted[at : at + HEAD_TOKENS], x[at : at + HEAD_TOKENS]))
+            for part in _parts(batch.tokens, teacher):
+                total += float(_kl(teacher, student, wanted[part], x[part]))
     return total / ids.numel()
