@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,11 +154,12 @@ def test_incumbent_preset():
     assert ConvertOptions(bits=4).checked().with_calibration("cpu").cal_cols == 512
 
 
-def test_the_ablation_knows_the_variants_that_the_guide_names():
+def test_the_ablation_knows_the_variants_that_the_guide_names(monkeypatch: pytest.MonkeyPatch):
     root = Path(__file__).parents[2]
     spec = importlib.util.spec_from_file_location("ablation", root / "benchmarks" / "ablation.py")
     assert spec is not None and spec.loader is not None
     ablation = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ablation", ablation)  # dataclasses look for it there
     spec.loader.exec_module(ablation)
     for options in ablation.VARIANTS.values():
         ConvertOptions(**{"bits": 2} | options).checked()
