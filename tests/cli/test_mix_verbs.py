@@ -1,4 +1,4 @@
-"""`exl3 measure` and `exl3 optimize` from the command line: errors are one line and exit status 1 or 2."""
+"""`exl3 measure`, `exl3 optimize` and `exl3 tune` from the command line: errors are one line and exit status 1 or 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ def exl3(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_both_spellings_and_help():
-    for verb, names in (("measure", ("--in-dir", "--ref_dir", "--out-file", "-ms")), ("optimize", ("--measurement", "--out_dir", "-b"))):
+    verbs = {
+        "measure": ("--in-dir", "--ref_dir", "--out-file", "-ms"),
+        "optimize": ("--measurement", "--out_dir", "-b"),
+        "tune": ("--in-dir", "--ref_dir", "--out-dir", "--cal_rows", "--steps"),
+    }
+    for verb, names in verbs.items():
         done = exl3(verb, "--help")
         assert done.returncode == 0 and all(name in done.stdout for name in names)
 
@@ -27,3 +32,6 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path):
     assert done.returncode == 1 and done.stderr.startswith("exl3: -o ") and "not a file that can be written" in done.stderr
     done = exl3("measure", "-i", tmp_path, "-r", tmp_path, "-o", tmp_path / "m2.json")
     assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+    done = exl3("tune", "-i", tmp_path, "-r", tmp_path, "-o", tmp_path / "out")
+    assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    assert exl3("tune", "-i", tmp_path, "-r", tmp_path / "none", "-o", tmp_path / "out").returncode == 2
