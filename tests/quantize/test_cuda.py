@@ -39,7 +39,7 @@ def run(source: Path, name: str, **options):
     return {p.name: p.read_bytes() for p in sorted(out.iterdir()) if p.is_file()}, report
 
 
-@pytest.mark.parametrize("options", [{}, {"preset": "incumbent"}], ids=["default", "incumbent"])
+@pytest.mark.parametrize("options", [{"two_sided": False}, {"preset": "incumbent"}], ids=["one-sided", "incumbent"])  # as on a CPU
 def test_as_good_as_on_the_cpu_and_repeatable(source: Path, options):
     first, report = run(source, "a", **options)
     assert run(source, "b", **options)[0] == first
@@ -50,6 +50,12 @@ def test_as_good_as_on_the_cpu_and_repeatable(source: Path, options):
     assert (w[: want.shape[0], : want.shape[1]] - want).norm() < 0.4 * want.norm()
     _, cpu = run(source, "c", devices="cpu", **options)
     assert report.proxy_error == pytest.approx(cpu.proxy_error, rel=0.05)  # other roundings, other searches
+
+
+def test_small_models_are_fed_back_over_the_outputs_by_default(source: Path):
+    default, _ = run(source, "a")
+    assert run(source, "b", two_sided=True)[0] == default == run(source, "c")[0]
+    assert run(source, "d", two_sided=False)[0]["model.safetensors"] != default["model.safetensors"]
 
 
 def test_a_stopped_job_goes_on_to_the_same_bytes(source: Path):
@@ -106,7 +112,7 @@ def test_where_half_precision_overflows_a_block_is_computed_in_fp32(source: Path
     tensors["model.layers.1.mlp.gate_proj.weight"] *= 20
     tensors["model.layers.1.mlp.down_proj.weight"] /= 4000
     save_file(tensors, path, metadata={"format": "pt"})
-    _, report = run(source, "wide")
+    _, report = run(source, "wide", two_sided=False)
     assert report.wide == ["model.layers.1"] and not report.fallbacks
     _, cpu = run(source, "cpu", devices="cpu")
     assert cpu.wide == [] and report.proxy_error == pytest.approx(cpu.proxy_error, rel=0.1)

@@ -170,3 +170,15 @@ def test_the_ablation_knows_the_variants_that_the_guide_names(monkeypatch: pytes
     assert [n for n, o in ablation.VARIANTS.items() if dataclasses.asdict(ConvertOptions(**{"bits": 2} | o).checked()) == plain] == [
         "default"
     ]
+
+
+def test_two_sided_by_default_on_a_gpu_for_small_models_alone():
+    def chosen(device: str, widest: int, **options: object) -> object:
+        return ConvertOptions(bits=2, **options).checked().with_sides(device, widest).two_sided
+
+    assert chosen("cuda", 4096) is True
+    assert not any(
+        [chosen("cpu", 4096), chosen("cuda", 4224), chosen("cuda", 1024, quality="fast"), chosen("cuda", 1024, preset="incumbent")]
+    )
+    assert not chosen("cuda", 1024, allocation="place")  # no reverse pass
+    assert chosen("cpu", 28672, two_sided=True) is True and chosen("cuda", 128, two_sided=False) is False

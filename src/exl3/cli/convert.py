@@ -58,7 +58,7 @@ OPTIONS = [
         "--two_sided/--no_two_sided",
         "two_sided",
         default=None,
-        help="feed errors back over the outputs, too (default: no)",
+        help="feed errors back over the outputs, too (default: on a GPU, for models with at most 4096 outputs a matrix)",
     ),
     _option("--out-scales", "out_scales", help="output channel scales: auto (default), always, never"),
     _option(

@@ -179,6 +179,7 @@ class _Conversion:
         found = locate(model, source)
         self._note_unused(model, source, found.used)
         plan = make_plan(model, source, options, found.used)
+        options = options.with_sides(device.type, max((s.out_padded for s in plan.specs), default=0))
         model.place(device)
         check_resources(plan, model, options, devices, self.work, output_dir, resuming=resume)
         mark = fingerprint(source_dir)

@@ -24,6 +24,8 @@ CHANGEABLE = frozenset(
 # for one run only: a resumed job starts from their defaults
 MOMENTARY = frozenset({"max_module", "last_checkpoint_index"})
 
+# wider matrices' outputs are coupled by matrices of hundreds of MiB, and cannot be shared by columns between devices
+TWO_SIDED_OUTPUTS = 4096
 CORRECTION = 0.5  # share of the error made upstream that targets make up for
 
 # tokens of the reverse pass that measures sensitivity, by quality and device
@@ -68,7 +70,7 @@ class ConvertOptions:
     cal_cols: int | None = None
     allocation: str | None = None  # bits by "sensitivity" (measured) or by "place" (kind of matrix and depth)
     channel_weighting: bool | None = None  # output scales by measured importance of the channels
-    two_sided: bool | None = None  # errors are fed back over the outputs, too, by how the loss couples them
+    two_sided: bool | None = None  # errors are fed back over the outputs, too, by how the loss couples them; None: on a GPU, small models
     self_text: float | None = None  # share of the calibration rows that the model writes itself
     out_scales: str = "auto"
     scaled_hessian: bool | None = None  # the LDL factor sees the rows' scales
@@ -114,7 +116,6 @@ class ConvertOptions:
             "allocation": "place" if incumbent or o.quality == "fast" else "sensitivity",
             "channel_weighting": not incumbent and o.quality != "fast",
             "self_text": 0.0,
-            "two_sided": False,
             "token_weighting": False,
             "seam_window": 0 if incumbent or o.quality == "best" else 64 if o.quality == "fast" else None,  # None: by kind of device
         }
@@ -131,6 +132,13 @@ class ConvertOptions:
         rows, cols = _CALIBRATION[self.quality, "cpu" if device_type == "cpu" else "gpu"]
         seam = window if self.seam_window is None else self.seam_window
         return dataclasses.replace(self, cal_rows=self.cal_rows or rows, cal_cols=self.cal_cols or cols, seam_window=seam)
+
+    def with_sides(self, device_type: str, widest: int) -> ConvertOptions:
+        """A copy that knows whether errors are fed back over the outputs; `widest`: outputs of the model's widest matrix."""
+        if self.two_sided is not None:
+            return self
+        measured = self.allocation == "sensitivity" and self.preset is None and self.quality != "fast"
+        return dataclasses.replace(self, two_sided=measured and device_type != "cpu" and widest <= TWO_SIDED_OUTPUTS)
 
     def sensitivity_tokens(self, device_type: str) -> int:
         """Calibration tokens that the reverse pass looks at."""

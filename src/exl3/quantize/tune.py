@@ -37,7 +37,7 @@ class TuneSettings:
 
     steps: int = 192
     tokens: int = 8192
-    rate: float = 4e-3
+    rate: float = 1e-3
     seed: int = 0
 
 
