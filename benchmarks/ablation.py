@@ -250,13 +250,15 @@ def main() -> None:
     print("\n".join(table(records)))
 
 
-def plan(work: list[tuple[str, dict[str, Any], float, int]], folder: Path, keep: bool) -> tuple[list[Item], dict[Path, list[Item]]]:
+def plan(
+    model: str, work: list[tuple[str, dict[str, Any], float, int]], folder: Path, keep: bool
+) -> tuple[list[Item], dict[Path, list[Item]]]:
     """Conversions, and what is to be tuned when one is there, by its folder."""
     firsts: dict[Path, Item] = {}
     later: dict[Path, list[Item]] = {}
     for variant, options, bits, seed in work:
         plain = {k: v for k, v in options.items() if k != "tune"}
-        name = hashlib.sha256(json.dumps([plain, bits, seed], sort_keys=True).encode()).hexdigest()[:16]
+        name = hashlib.sha256(json.dumps([os.path.abspath(model), plain, bits, seed], sort_keys=True).encode()).hexdigest()[:16]
         place = folder / name
         if options.get("tune"):
             later.setdefault(place, []).append(Item(variant, options, bits, seed, place))
@@ -275,7 +277,7 @@ def spread(work: list[tuple[str, dict[str, Any], float, int]], args: Any, folder
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["exl3.models", "exl3.quantize.retune", "exl3.evaluate.metrics"])
     jobs, results = context.Queue(), context.Queue()
-    waiting, later = plan(work, folder, bool(args.keep))
+    waiting, later = plan(args.model, work, folder, bool(args.keep))
     places = [args.device[i % len(args.device)] for i in range(args.jobs)]
     processes = [context.Process(target=worker, args=(jobs, results, args.model, place, args.rows)) for place in places]
     for p in processes:
