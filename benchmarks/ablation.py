@@ -51,9 +51,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no recapture": {"recapture": False, "correction": 0.0},  # correction needs the order
     "no correction": {"correction": 0.0},
     "no scaled metric": {"scaled_hessian": False},
+    "one-sided": {"two_sided": False},
     # what is there and off
     "token weighting": {"token_weighting": True},
-    "two-sided": {"two_sided": True},
     "self text": {"self_text": 0.25},
     "correction 1": {"correction": 1.0},
     "damping 0.005": {"damping": 0.005},
