@@ -43,7 +43,7 @@ static const even::EvenEntry* find_even(int k2, int mode, int blocks) {
 constexpr int64_t kCounterBytes = 65536;
 constexpr int kMostRows = 4096;         // of one pass: bounds the workspace, keeps the rotated input in the L2 cache
 // Chunks of 256 inputs, times rows, that a block rotates itself; with more of them a kernel before it does. One row may be dearer.
-constexpr int kFusedTasks = 24, kFusedChunks = 64;
+constexpr int kFusedTasks = 24, kFusedByteTasks = 40, kFusedChunks = 64;  // measured
 constexpr int kFewestWork = 8;          // rows of tiles of a block
 
 // Zero between calls, so where it ends depends on the card alone.
@@ -78,14 +78,15 @@ static void set_shape(Plan& plan, int k2, const Device& device) {
     q.row_bytes = operand_row_bytes(plan.mode, q.columns);
     q.fused = fused;
     plan.blocks = q.columns > 8 ? 2 : 1;
-    if (product_shared(q, k2, plan.blocks).total > device.shared_bytes) return false;
+    if (product_shared(q, k2, plan.mode, plan.blocks).total > device.shared_bytes) return false;
     p = q;
     return true;
   };
   const int rows = p.rows;
   for (p.row_shift = 3; p.row_shift > 1 && !fits(kRows, 0);) p.row_shift--;
-  const int inputs = fused_inputs(p, 15, 15 + p.share + 1).chunks * rows * p.rotations;
-  if (inputs > (rows == 1 ? kFusedChunks : kFusedTasks) || !fits(rows, 1)) fits(rows, 0);
+  const int inputs = fused_inputs(p, 14, 14 + p.share + 2).chunks * rows * p.rotations;
+  const int most = rows == 1 ? kFusedChunks : plan.mode == kBytes ? kFusedByteTasks : kFusedTasks;
+  if (inputs > most || !fits(rows, 1)) fits(rows, 0);
 }
 
 // The plan for matrices first .. first+count-1 of the call, all of one rate and kind of codebook.
@@ -123,8 +124,8 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   if (!few) return plan;
   const int work = plan.units * p.segments * p.blocks * 8, most = work / kFewestWork;
   plan.grid = most < device.sms ? most : device.sms;
-  p.share = work / plan.grid;
-  p.rest = work % plan.grid;
+  p.share = work / 2 / plan.grid * 2;
+  p.rest = work / 2 % plan.grid;
   set_shape(plan, w.k2, device);
   const int chunks = chunks_of(p);
   int64_t at = zero_bytes(device);
@@ -250,7 +251,7 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
     const dim3 grid((chunks_of(p) + kPrepareWarps - 1) / kPrepareWarps, a->rows, p.rotations);
     if (const int status = launch(kernel, grid, kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
   }
-  const int shared = product_shared(p, k2, plan.blocks).total;
+  const int shared = product_shared(p, k2, plan.mode, plan.blocks).total;
   return launch(entry->kernel, dim3(plan.grid), product_threads(p), shared, 1, p, stream, "linear");
 }
 

@@ -5,7 +5,8 @@
 //
 // One block on each multiprocessor. The work, rows of eight tiles, is one long list that the thread blocks share out evenly: each has one run of
 // it, which may end in the middle of a column group. Each of the warps that multiply streams its own tiles through a private ring of asynchronous
-// copies, without barriers between them. The block with the end of a column group finishes it; blocks with earlier parts send it their sums through
+// copies, without barriers between them, and multiplies two rows of tiles at a time: a lane then has the positions of two neighbouring lanes of one
+// tile, whose windows share words. The block with the end of a column group finishes it; blocks with earlier parts send it their sums through
 // memory, without flags or fences: a word that is zero has not arrived. Each block works first on the group that it does not finish, so no
 // block waits before it has sent. Other warps add up, send, receive and finish (finish_parts) while those which multiply go on. Weights are
 // fetched before the wait for the previous kernel.
@@ -21,18 +22,18 @@ namespace exl3 {
 
 template <int K2, int MODE, int NB>
 struct ProductShape {
-  static constexpr int kRow = 16 * K2 * kTiles, kIn = rows_in_slot(K2);  // bytes of a warp's row of tiles; rows in a slot
+  static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(K2, MODE, NB);  // bytes of a warp's row of tiles; rows in a slot
   static constexpr int kLanes = kRow / 16, kFit = 32 / kLanes, kTogether = kFit < 1 ? 1 : kFit < kIn ? kFit : kIn;  // rows one copy brings
   static constexpr int kOperands = kIn * (NB * 8 * column_bytes(MODE) + (MODE == kDecodeBytes ? kRows * 4 : 0));  // most bytes of operands in a slot
-  static constexpr int kSlots = ring_slots(NB);
+  static constexpr int kSlots = ring_slots(MODE, NB);
 };
 
-// Rows of tiles of a part that one of 1 << shift warps has: each part is shared out evenly.
+// Rows of tiles of a part that one of 1 << shift warps has: each part is shared out evenly, in pairs of rows.
 struct WarpRows {
   int row, end;
   __device__ __forceinline__ WarpRows(const Part& part, int down, int shift) {
-    row = part.from + (part.count * down >> shift);
-    end = part.from + (part.count * (down + 1) >> shift);
+    row = part.from + (part.count / 2 * down >> shift) * 2;
+    end = part.from + (part.count / 2 * (down + 1) >> shift) * 2;
   }
 };
 
@@ -40,10 +41,16 @@ struct WarpRows {
 template <class S>
 struct Feed {
   int row, end, part;
-  int pitch;
+  int64_t pitch;
   const uint8_t* next;    // the lane's own 16 bytes
   const uint8_t* inputs;  // and of the operands that go with them
 
+  // Of the lane in a slot's weights: which row, and where.
+  static __device__ __forceinline__ int row_of_lane() { return S::kTogether > 1 ? threadIdx.x % 32 / S::kLanes : 0; }
+  static __device__ __forceinline__ int place_of_lane() {
+    const int lane = threadIdx.x % 32;
+    return S::kTogether > 1 ? lane / S::kLanes * S::kPitch + lane % S::kLanes * 16 : lane * 16;
+  }
   __device__ __forceinline__ int rows() const { return min(S::kIn - (row & (S::kIn - 1)), end - row); }
   // The first part from `part` on of which the warp has something.
   __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, int count) {
@@ -53,35 +60,41 @@ struct Feed {
       if (mine.row >= mine.end) continue;
       row = mine.row, end = mine.end;
       pitch = parts[part].pitch;
-      next = parts[part].weights + warp % kAcross * S::kRow + (int64_t)(row + (S::kTogether > 1 ? lane / S::kLanes : 0)) * pitch +
-             (S::kTogether > 1 ? lane % S::kLanes : lane) * 16;
+      next = parts[part].weights + warp % kAcross * S::kRow + (row + row_of_lane()) * pitch + (S::kTogether > 1 ? lane % S::kLanes : lane) * 16;
       inputs = p.image + (int64_t)((p.rotations > 1 ? parts[part].matrix : 0) * p.blocks * 8 + row) * p.row_bytes + lane * 16;
       return;
     }
   }
-  __device__ __forceinline__ void weights(uint32_t to) const {  // the lane's own place in the slot
-    const int lane = threadIdx.x % 32, n = rows() - (S::kTogether > 1 ? lane / S::kLanes : 0);
-    if (S::kTogether * S::kLanes < 32 && S::kTogether > 1 && lane >= S::kTogether * S::kLanes) return;
-    const uint8_t* from = next;
+  __device__ __forceinline__ void row_of_weights(uint32_t to, const uint8_t* from) const {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < S::kIn; r += S::kTogether) {
-      if (r < n)
+    for (int b = 0; b < S::kRow; b += 512)
+      if (S::kTogether > 1 ? S::kTogether * S::kLanes == 32 || lane < S::kTogether * S::kLanes : b + 512 <= S::kRow || lane * 16 < S::kRow - b)
+        ptx::copy16(to + b, from + b);
+  }
+  // Copies the weights of n = rows() rows; `to` is the lane's own place in the slot. Moves `next` on.
+  __device__ __forceinline__ void weights(uint32_t to, int n) {
+    if (n == S::kIn) {
 #pragma unroll
-        for (int b = 0; b < S::kRow; b += 512)
-          if (S::kTogether > 1 || b + 512 <= S::kRow || lane * 16 < S::kRow - b) ptx::copy16(to + r * S::kRow + b, from + b);
-      from += S::kTogether * (int64_t)pitch;
+      for (int r = 0; r < S::kIn; r += S::kTogether) {
+        row_of_weights(to + r * S::kPitch, next);
+        next += S::kTogether * pitch;
+      }
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < n; r += S::kTogether)
+        if (r + row_of_lane() < n) row_of_weights(to + r * S::kPitch, next + r * pitch);
+      next += n * pitch;
     }
   }
-  __device__ __forceinline__ void operands(const ProductParams& p, uint32_t to) const {
-    const int bytes = rows() * p.row_bytes - threadIdx.x % 32 * 16;
+  __device__ __forceinline__ void operands(const ProductParams& p, uint32_t to, int n) {
+    const int bytes = n * p.row_bytes - threadIdx.x % 32 * 16;
 #pragma unroll
     for (int b = 0; b < S::kOperands; b += 512)
-      if (b < bytes) ptx::copy16(to + S::kIn * S::kRow + b, inputs + b);
-  }
-  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, int count) {
-    const int n = rows();
-    next += (int64_t)n * pitch;
+      if (b < bytes) ptx::copy16(to + S::kIn * S::kPitch + b, inputs + b);
     inputs += n * p.row_bytes;
+  }
+  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, int count, int n) {
     row += n;
     if (row >= end && part < count) {
       part++;
@@ -98,7 +111,7 @@ struct Sums {
   using Sum = typename std::conditional<kWhole, int, float>::type;
   Sum of[kTiles][NB][4];
   float total[kTiles][NB][kEach];
-  Sum inputs[NB];    // of a chunk: of column 8 n + g. kBytes: of the operands the lane read; kDecodeBytes: of all
+  Sum inputs[NB];    // of a chunk: of the operands of column 8 n + g that the lane read
   float weight[NB];  // and of all chunks, times their scales
 
   __device__ __forceinline__ void clear() {
@@ -128,7 +141,10 @@ struct Sums {
     for (int n = 0; n < NB; n++) {
       if constexpr (kWhole) {
         const float scale = scales[min(4 * n + q, rows - 1)];
-        weight[n] = fmaf(scales[min(4 * n + g / 2, rows - 1)], (float)inputs[n], weight[n]);
+        int all = inputs[n];  // whole numbers: which lane had which row of tiles leaves no trace
+        all += __shfl_xor_sync(~0u, all, 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+        weight[n] = fmaf(scales[min(4 * n + g / 2, rows - 1)], (float)all, weight[n]);
 #pragma unroll
         for (int t = 0; t < kTiles; t++)
 #pragma unroll
@@ -151,8 +167,6 @@ struct Sums {
     for (int n = 0; n < NB; n++) {
       if constexpr (kWhole) {
         float sum = g & 1 ? weight[n] : 256.f * weight[n];  // of row g / 2: both planes
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
         sum += __shfl_xor_sync(~0u, sum, 4);
         const float shift = (1024.f * kMul1Scale + kMul1Shift) * __shfl_sync(~0u, sum, 8 * q);
         if (4 * n + q < rows)
@@ -164,7 +178,11 @@ struct Sums {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float scale = MODE == kDecodeBytes ? kMul1Scale : 1.f;
-          const float shift = MODE == kDecodeBytes ? kMul1Shift * __shfl_sync(~0u, weight[n], 8 * q + 4 * e) : 0.f;
+          float shift = 0.f;
+          if (MODE == kDecodeBytes) {  // lanes 0 and 1 of a column have its even rows of tiles, 2 and 3 the odd ones
+            const float sum = weight[n] + __shfl_xor_sync(~0u, weight[n], 2);
+            shift = kMul1Shift * __shfl_sync(~0u, sum, 8 * q + 4 * e);
+          }
           if (8 * n + 2 * q + e < rows)
 #pragma unroll
             for (int t = 0; t < kTiles; t++)
@@ -176,10 +194,10 @@ struct Sums {
   }
 };
 
-// Rotates what the block needs of the input into shared memory.
-template <int MODE>
+// Rotates what the block needs of the input into shared memory. `meanwhile()`: what each warp does while its first part of it is on its way.
+template <int MODE, class Meanwhile>
 __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* shared, const ProductShared& layout, const FusedInputs& inputs,
-                                              const Part* parts, int parts_count) {
+                                              const Part* parts, int parts_count, Meanwhile meanwhile) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, chunks = chunks_of(p);
   const int first = p.rotations == 1 || p.segments > 1 ? 0 : parts[parts_count - 1].matrix;
   const int rotations = p.rotations == 1 ? 1 : p.segments > 1 ? 2 : parts[0].matrix - first + 1;  // that the block needs
@@ -208,10 +226,13 @@ __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* s
   }
   float* squares = (float*)(shared + layout.squares);
   ptx::wait_for_previous();
+  RawChunk raw;
+  if (warp < tasks) raw.load(p, task.row, task.chunk);
+  meanwhile();
 #pragma unroll 1
   for (int i = warp; i < tasks;) {
     float v[kScaleBlocks][4];
-    load_chunk(p, task.row, task.chunk, v);
+    raw.get(p, v);
     if (p.norm_weight && task.rotation == first) {
       const float sum = squares_of(v);
       if (threadIdx.x % 32 == 0) squares[task.chunk * kRows + task.row] = sum;
@@ -222,6 +243,7 @@ __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* s
     i += warps;
     if (i >= tasks) break;
     task = task_at(i);
+    raw.load(p, task.row, task.chunk);
     weights.load(p, p.matrix[task.rotation].suh, task.chunk);
   }
   if (p.norm_weight)  // of the other chunks only the squares
@@ -229,24 +251,98 @@ __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* s
     for (int i = warp; i < (chunks - inputs.chunks) * p.rows; i += warps) {
       const int chunk = (inputs.first + inputs.chunks + i / p.rows) % chunks, row = i % p.rows;
       float v[kScaleBlocks][4];
-      load_chunk(p, row, chunk, v);
+      raw.load(p, row, chunk);
+      raw.get(p, v);
       const float sum = squares_of(v);
       if (threadIdx.x % 32 == 0) squares[chunk * kRows + row] = sum;
     }
   __syncthreads();
 }
 
+// Multiplies two rows of tiles: lanes 4g, 4g+1 have weights of the first, 4g+2, 4g+3 of the second.
+template <int K2, int MODE, int NB>
+struct RowPair {
+  using S = ProductShape<K2, MODE, NB>;
+  Run<K2, 16> run;
+  int operand[NB], sum[NB];  // where the lane's operands and its column's sum lie
+
+  __device__ __forceinline__ explicit RowPair(const ProductParams& p) : run(threadIdx.x % 32 / 4 * 2 + threadIdx.x % 2) {
+    const int row = threadIdx.x >> 1 & 1;  // of the two the lane's own
+#pragma unroll
+    for (int j = 0; j < Run<K2, 16>::kRead; j++) run.word[j] += row * S::kPitch / 4;
+#pragma unroll
+    for (int c = 0; c < NB; c++) {
+      // columns past the last repeat it: their products are not used
+      const int column = min(8 * c + (int)(threadIdx.x % 32) / 4, p.columns - 1);
+      operand[c] = row * p.row_bytes + column * column_bytes(MODE) + (threadIdx.x & 1) * (column_bytes(MODE) / 2);
+      sum[c] = row * p.row_bytes + p.columns * 32 + column * 4;
+    }
+  }
+
+  __device__ __forceinline__ void multiply(Sums<MODE, NB>& sums, const uint8_t* weights, const uint8_t* operands, uint32_t multiplier,
+                                           uint32_t addend) const {
+    uint32_t b[NB][8];
+#pragma unroll
+    for (int c = 0; c < NB; c++) {
+      if constexpr (MODE == kBytes) {
+        const uint2 v = *(const uint2*)(operands + operand[c]);
+        sums.inputs[c] = __dp4a((int)v.x, 0x01010101, __dp4a((int)v.y, 0x01010101, sums.inputs[c]));
+#pragma unroll
+        for (int e = 0; e < 8; e++) b[c][e] = __byte_perm(e < 4 ? v.x : v.y, 0, 0x1111 * (e & 3));
+      } else {
+        const uint4 v = *(const uint4*)(operands + operand[c]);
+        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 8; e++) b[c][e] = MODE == kPairs ? __byte_perm(pairs[e >> 1], 0, e & 1 ? 0x3232 : 0x1010) : pairs[e >> 1];
+        if constexpr (MODE == kDecodeBytes) sums.inputs[c] += *(const float*)(operands + sum[c]);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; t++) {
+      uint32_t s[16];
+      read_states((const uint32_t*)(weights + t * 16 * K2), run, s);
+      if constexpr (MODE != kDecodeBytes)
+#pragma unroll
+        for (int j = 0; j < 16; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {  // of the two lanes' positions; (g; low k), (g+8; low k), (g; high k), (g+8; high k)
+        const uint32_t* own = s + 8 * h;
+        if constexpr (MODE == kDecodeBytes) {
+          uint32_t a[4];
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int j = 4 * (e & 1) + 2 * (e >> 1);
+            a[e] = decode_bytes(own[j], own[j + 1], multiplier);
+          }
+#pragma unroll
+          for (int c = 0; c < NB; c++) ptx::mma(sums.of[t][c], a[0], a[1], a[2], a[3], b[c][4 * h], b[c][4 * h + 2]);
+        } else {
+#pragma unroll
+          for (int c = 0; c < NB; c++) {
+            ptx::mma(sums.of[t][c], own[0], own[4], own[1], own[5], b[c][4 * h], b[c][4 * h + 1]);
+            ptx::mma(sums.of[t][c], own[2], own[6], own[3], own[7], b[c][4 * h + 2], b[c][4 * h + 3]);
+          }
+        }
+      }
+    }
+  }
+};
+
 template <int K2, int MODE, int NB>
 __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_kernel(const __grid_constant__ ProductParams p) {
 #if __CUDA_ARCH__ >= 800
   using S = ProductShape<K2, MODE, NB>;
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % kAcross, down = warp / kAcross;
-  const ProductShared layout = product_shared(p, K2, NB);
+  const int warp = threadIdx.x / 32, across = warp % kAcross, down = warp / kAcross;
+  const ProductShared layout = product_shared(p, K2, MODE, NB);
   const int begin = first_work(p, blockIdx.x), end = first_work(p, blockIdx.x + 1), length = p.segments * p.blocks * 8;
   const int parts_count = ((end - 1) / length - begin / length + 1) * p.segments;
   Part* parts = (Part*)(shared + layout.parts);
   ptx::launch_dependents();
+  {  // each warp brings another line of the parameters into the constant cache
+    const int word = *(const int*)((const char*)&p + min(warp * 64, (int)sizeof(ProductParams) - 4));
+    asm volatile("" ::"r"(word));
+  }
   for (int i = threadIdx.x; i < parts_count; i += blockDim.x) {
     const Part part = part_of_run(p, K2, begin, end, i);
     const uint16_t* svh = p.matrix[part.matrix].svh + (part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128;
@@ -256,32 +352,39 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   }
   __syncthreads();
 
-  const int ring = warp * S::kSlots * layout.slot;
-  const uint32_t copies = ptx::shared_address(shared) + ring + lane * 16;  // where this lane's go in the first slot
+  const uint8_t* ring = shared + warp * S::kSlots * layout.slot;
+  const uint32_t copies = ptx::shared_address(ring) + Feed<S>::place_of_lane(), operand_copies = ptx::shared_address(ring) + threadIdx.x % 32 * 16;
   const bool multiplies = warp < kAcross << p.row_shift;
   Feed<S> feed;
   feed.part = multiplies ? 0 : parts_count;
   feed.open(p, parts, parts_count);
-  Feed<S> ahead = feed;
+  Feed<S> behind = feed;
+  int filled = 0;
+  auto fill = [&](int slots) {  // one group of copies a step, empty ones too
 #pragma unroll 1
-  for (int i = 0; i < S::kSlots; i++) {  // one group of copies a step, empty ones too
-    ahead.weights(copies + i * layout.slot);
-    if (p.fused) ptx::copy_commit();
-    ahead.advance(p, parts, parts_count);
-  }
+    for (; filled < slots; filled++) {
+      const int n = feed.rows();
+      feed.weights(copies + filled * layout.slot, n);
+      if (p.fused) ptx::copy_commit();
+      feed.advance(p, parts, parts_count, n);
+    }
+  };
+  fill(p.fused ? 1 : S::kSlots);  // the others while the first part of the input is on its way
   FusedInputs inputs{};
+  const float* scales = p.fused ? (const float*)(shared + layout.scales) : p.scales;
   if (p.fused) {
     inputs = fused_inputs(p, begin, end);
-    rotate_inputs<MODE>(p, shared, layout, inputs, parts, parts_count);
-    feed = ahead;
+    rotate_inputs<MODE>(p, shared, layout, inputs, parts, parts_count, [&] { fill(S::kSlots); });
   } else {
     ptx::wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < S::kSlots; i++) {  // the operands of each step are copied with it
-      feed.operands(p, copies + i * layout.slot);
+      const int n = behind.rows();
+      behind.operands(p, operand_copies + i * layout.slot, n);
       ptx::copy_commit();
-      feed.advance(p, parts, parts_count);
+      behind.advance(p, parts, parts_count, n);
     }
+    feed.inputs = behind.inputs;
   }
   if (!multiplies) {
     const float* squares = p.fused ? (const float*)(shared + layout.squares) : p.squares;
@@ -289,10 +392,10 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     return;
   }
 
-  const Run<K2> run(lane);
+  const RowPair<K2, MODE, NB> pair(p);
   Sums<MODE, NB> sums;
   sums.clear();
-  int slot = 0, used = 0;  // parts with products
+  int slot = 0, used = 0;  // bytes; parts with products
   for (int i = 0; i < parts_count; i++) {
     const Part& part = parts[i];
     if (part.count > 0) {
@@ -307,80 +410,35 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
           const int n = min(S::kIn - (at.row & (S::kIn - 1)), chunk_end - at.row);
           ptx::copy_wait<S::kSlots - 1>();
           __syncwarp();
-          const uint8_t* weights = shared + ring + slot * layout.slot;
-          if (!p.fused) operand = weights + S::kIn * S::kRow;
-          auto multiply_row = [&] {
-            uint32_t b[NB][4];
-#pragma unroll
-            for (int c = 0; c < NB; c++) {
-              // columns past the last repeat it: their products are not used
-              const uint8_t* from = operand + min(8 * c + lane / 4, p.columns - 1) * column_bytes(MODE) + lane % 4 * (column_bytes(MODE) / 4);
-              if constexpr (MODE == kBytes) {
-                const uint32_t v = *(const uint32_t*)from;
-                sums.inputs[c] = __dp4a((int)v, 0x01010101, sums.inputs[c]);
-#pragma unroll
-                for (int e = 0; e < 4; e++) b[c][e] = __byte_perm(v, 0, 0x1111 * e);
-              } else if constexpr (MODE == kDecodeBytes) {
-                const uint2 v = *(const uint2*)from;
-                b[c][0] = v.x;
-                b[c][1] = v.y;
-                sums.inputs[c] += *(const float*)(operand + p.columns * 32 + min(8 * c + lane / 4, p.columns - 1) * 4);
-              } else {
-                const uint2 v = *(const uint2*)from;
-                b[c][0] = __byte_perm(v.x, 0, 0x1010);
-                b[c][1] = __byte_perm(v.x, 0, 0x3232);
-                b[c][2] = __byte_perm(v.y, 0, 0x1010);
-                b[c][3] = __byte_perm(v.y, 0, 0x3232);
-              }
-            }
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) {
-              uint32_t s[8];
-              read_states<K2>((const uint32_t*)(weights + t * 16 * K2), run, s);
-              if constexpr (MODE == kDecodeBytes) {
-                uint32_t a[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {  // (g; low k), (g+8; low k), (g; high k), (g+8; high k)
-                  const int j = 4 * (e & 1) + 2 * (e >> 1);
-                  a[e] = decode_bytes(s[j], s[j + 1], multiplier);
-                }
-#pragma unroll
-                for (int c = 0; c < NB; c++) ptx::mma(sums.of[t][c], a[0], a[1], a[2], a[3], b[c][0], b[c][1]);
-              } else {
-#pragma unroll
-                for (int j = 0; j < 8; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
-#pragma unroll
-                for (int c = 0; c < NB; c++) {
-                  ptx::mma(sums.of[t][c], s[0], s[4], s[1], s[5], b[c][0], b[c][1]);
-                  ptx::mma(sums.of[t][c], s[2], s[6], s[3], s[7], b[c][2], b[c][3]);
-                }
-              }
-            }
-            weights += S::kRow;
-            operand += p.row_bytes;
-          };
+          const uint8_t* weights = ring + slot;
+          if (!p.fused) operand = weights + S::kIn * S::kPitch;
           if (n == S::kIn) {
 #pragma unroll
-            for (int r = 0; r < S::kIn; r++) multiply_row();
+            for (int r = 0; r < S::kIn; r += 2)
+              pair.multiply(sums, weights + r * S::kPitch, operand + r * p.row_bytes, multiplier, addend);
           } else {
 #pragma unroll 1
-            for (int r = 0; r < n; r++) multiply_row();
+            for (int r = 0; r < n; r += 2)
+              pair.multiply(sums, weights + r * S::kPitch, operand + r * p.row_bytes, multiplier, addend);
           }
+          operand += n * p.row_bytes;
           at.row += n;
           __syncwarp();
-          const uint32_t to = copies + slot * layout.slot;
-          feed.weights(to);
-          if (!p.fused) feed.operands(p, to);
+          const int more = feed.rows();
+          feed.weights(copies + slot, more);
+          if (!p.fused) feed.operands(p, operand_copies + slot, more);
           ptx::copy_commit();
-          feed.advance(p, parts, parts_count);
-          if (++slot == S::kSlots) slot = 0;
+          feed.advance(p, parts, parts_count, more);
+          slot += layout.slot;
+          if (slot == S::kSlots * layout.slot) slot = 0;
         }
-        sums.flush((p.fused ? (const float*)(shared + layout.scales) : p.scales) + (rotation * chunks_of(p) + chunk) * kRows, p.rows);
+        sums.flush(scales + (rotation * chunks_of(p) + chunk) * kRows, p.rows);
       }
-      if (used > 1) ptx::named_sync(kEmptyBarrier + (used & 1), product_threads(p));
-      float* exchange = (float*)(shared + layout.exchange) + ((used & 1) * (p.rows << p.row_shift) + down * p.rows) * kPitch;
+      const int buffer = used & 1;
+      if (used > 1) ptx::named_sync(kEmptyBarrier + buffer, product_threads(p));
+      float* exchange = (float*)(shared + layout.exchange) + (buffer * (p.rows << p.row_shift) + down * p.rows) * kPitch;
       sums.write(exchange + across * kTiles * 16, p.rows);
-      ptx::named_arrive(kFullBarrier + (used & 1), product_threads(p));
+      ptx::named_arrive(kFullBarrier + buffer, product_threads(p));
       used++;
     }
   }

@@ -50,7 +50,7 @@ struct ProductParams {
   int32_t segments;     // 2: a unit is a column group of gate and of up, then act(gate) * up; else it is a column group
   int32_t rows;
   int32_t blocks;       // in_padded / 128
-  int32_t share, rest;  // work of a thread block: `share` rows of eight tiles, the first `rest` blocks one more
+  int32_t share, rest;  // work of a thread block: `share` rows of eight tiles, an even number, the first `rest` blocks two more
   int32_t planes;
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
   int32_t rotations;    // 1: all matrices take the same rotated input
@@ -68,8 +68,9 @@ struct ProductParams {
   float* inbox;         // [block][segment][kRows][128]: sums on their way to the block that finishes a unit; zero means not yet there
 };
 
-// Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it.
-inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + (block < p.rest ? block : p.rest); }
+// Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it. A warp
+// multiplies two rows at a time, so there are never odd ones.
+inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + 2 * (block < p.rest ? block : p.rest); }
 inline __host__ __device__ int chunks_of(const ProductParams& p) { return (p.blocks + kScaleBlocks - 1) / kScaleBlocks; }
 
 // The operand image: for each 16 inputs and column four words, one a lane q. int8 of inputs 2q, 2q+1, 2q+8, 2q+9; or fp16 of the same,
@@ -82,8 +83,12 @@ inline __host__ __device__ int operand_row_bytes(int mode, int columns) {
 }
 
 // Of a warp's ring: 16 inputs by 64 columns are a row. nb: blocks of eight operand columns.
-inline constexpr __host__ __device__ int rows_in_slot(int k2) { return k2 <= 8 ? 4 : 2; }
-inline constexpr __host__ __device__ int ring_slots(int nb) { return nb == 1 ? 3 : 2; }
+// A slot is a step, and fewer steps cost less, where the operands leave the room.
+inline constexpr __host__ __device__ bool large_slots(int mode, int nb) { return mode == kBytes && nb == 1; }
+inline constexpr __host__ __device__ int rows_in_slot(int k2, int mode, int nb) { return (k2 <= 8 ? 4 : 2) << (int)large_slots(mode, nb); }
+inline constexpr __host__ __device__ int ring_slots(int mode, int nb) { return nb == 1 && !large_slots(mode, nb) ? 3 : 2; }
+// Bytes from one row to the next: a warp reads two rows at a time, which then lie in different banks.
+inline constexpr __host__ __device__ int ring_pitch(int k2) { return 64 * k2 + (k2 % 2 ? 0 : 64); }
 
 // The inputs a thread block rotates itself: chunks from `first` on, round the end of the inputs; the image begins with them.
 struct FusedInputs {
@@ -109,12 +114,12 @@ struct ProductShared {  // offsets in dynamic shared memory
   int slot;             // bytes from one slot of a ring to the next
   int image, image_bytes, scales, squares, exchange, parts, total;
 };
-inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int nb) {
+inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int mode, int nb) {
   ProductShared s;
   const int warps = kAcross << p.row_shift;
-  const int most = p.share + (p.rest > 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
-  s.slot = rows_in_slot(k2) * (64 * k2 + (p.fused ? 0 : p.row_bytes));
-  s.image = warps * ring_slots(nb) * s.slot;
+  const int most = p.share + (p.rest > 0 ? 2 : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
+  s.slot = rows_in_slot(k2, mode, nb) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
+  s.image = warps * ring_slots(mode, nb) * s.slot;
   const int bound = (most + 3 * chunk - 2) / chunk, chunks = bound < all ? bound : all;  // one of them may be short
   s.image_bytes = p.fused ? chunks * chunk * p.row_bytes : 0;  // of a rotation
   s.scales = s.image + (p.fused ? p.rotations : 0) * s.image_bytes;

@@ -23,19 +23,24 @@ struct ChunkWeights {
   }
 };
 
-__device__ __forceinline__ void load_chunk(const ProductParams& p, int row, int chunk, float (&v)[kScaleBlocks][4]) {
-  const char* x = (const char*)row_of(p.x, (int64_t)row * p.x_stride, p.x_dtype);
-  const bool plain = p.in_features % 128 == 0 && ((uintptr_t)x & 15) == 0;
-  uint4 raw[kScaleBlocks];
+// A chunk of a row: loads under way, and their values.
+struct RawChunk {
+  uint4 of[kScaleBlocks];
+  __device__ __forceinline__ void load(const ProductParams& p, int row, int chunk) {
+    const char* x = (const char*)row_of(p.x, (int64_t)row * p.x_stride, p.x_dtype);
+    const bool plain = p.in_features % 128 == 0 && ((uintptr_t)x & 15) == 0;
 #pragma unroll
-  for (int k = 0; k < kScaleBlocks; k++) {
-    const int b = chunk * kScaleBlocks + k, i = b * 128 + 4 * (threadIdx.x % 32);
-    raw[k] = make_uint4(0, 0, 0, 0);
-    if (b < p.blocks) raw[k] = load_raw(x, i, p.in_features, p.x_dtype, plain);
+    for (int k = 0; k < kScaleBlocks; k++) {
+      const int b = chunk * kScaleBlocks + k, i = b * 128 + 4 * (threadIdx.x % 32);
+      of[k] = make_uint4(0, 0, 0, 0);
+      if (b < p.blocks) of[k] = load_raw(x, i, p.in_features, p.x_dtype, plain);
+    }
   }
+  __device__ __forceinline__ void get(const ProductParams& p, float (&v)[kScaleBlocks][4]) const {
 #pragma unroll
-  for (int k = 0; k < kScaleBlocks; k++) from_raw(raw[k], p.x_dtype, v[k]);
-}
+    for (int k = 0; k < kScaleBlocks; k++) from_raw(of[k], p.x_dtype, v[k]);
+  }
+};
 __device__ __forceinline__ float squares_of(const float (&v)[kScaleBlocks][4]) {
   float sum = 0.f;
 #pragma unroll
@@ -125,7 +130,9 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_input(const __grid
   ptx::wait_for_previous();
   if (chunk >= chunks) return;
   float v[kScaleBlocks][4];
-  load_chunk(p, row, chunk, v);
+  RawChunk raw;
+  raw.load(p, row, chunk);
+  raw.get(p, v);
   if (p.norm_weight && rotation == 0) {
     const float squares = squares_of(v);
     if (threadIdx.x % 32 == 0) p.squares[chunk * kRows + row] = squares;

@@ -10,47 +10,57 @@ namespace exl3 {
 
 constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
-// How a lane finds its run of 7K + 16 bits in a tile of 4*K2 words.
-template <int K2>
+// How a lane finds its run of POSITIONS K + 16 - K bits in a tile of 4*K2 words; POSITIONS is 8, or 16 where a lane has those of two lanes.
+template <int K2, int POSITIONS = 8>
 struct Run {
   static constexpr int kWords = 4 * K2;
-  static constexpr int kBits = 4 * K2;  // fresh bits of a lane's eight positions
+  static constexpr int kBits = POSITIONS / 2 * K2;  // fresh bits of a run
   // distance of window j's end from the end of the run
   static constexpr __host__ __device__ int offset(int j) { return kBits - (((j + 1) * K2) >> 1); }
   static constexpr int kSpan = offset(0) + 16;
   static constexpr int kRegisters = (kSpan + 31) / 32;
-  static constexpr bool kShifted = kBits % 32 != 0;  // the run does not end at a word's end in every lane
+  static constexpr bool kShifted = kBits % 32 != 0;  // not every run ends at a word's end
   static constexpr int words_read() {
     int n = 0;
-    for (int lane = 0; lane < 32; lane++) {
-      const int end = (lane + 1) * kBits, shift = (32 - end % 32) % 32;
+    for (int run = 0; run < 256 / POSITIONS; run++) {
+      const int end = (run + 1) * kBits, shift = (32 - end % 32) % 32;
       n = larger_of(n, (shift + kSpan + 31) / 32);
     }
     return n;
   }
   static constexpr int kRead = words_read();
+  static constexpr int kVector = kBits == 64 ? 2 : kBits == 128 ? 4 : 1;  // words that one load brings
 
   int word[kRead];  // the last word of the run, the one before it, ... round the ring
   int shift;
-  __device__ __forceinline__ explicit Run(int lane) {
-    const int end = (lane + 1) * kBits, last = (end - 1) / 32;
+  __device__ __forceinline__ explicit Run(int index) {  // of the run in its tile
+    const int end = (index + 1) * kBits, last = (end - 1) / 32;
     shift = (last + 1) * 32 - end;
 #pragma unroll
     for (int j = 0; j < kRead; j++) word[j] = last - j + (last < j ? kWords : 0);
   }
 };
 
-template <int K2>
-__device__ __forceinline__ void read_words(const uint32_t* tile, const Run<K2>& run, uint32_t (&w)[Run<K2>::kRead]) {
+template <int K2, int POSITIONS>
+__device__ __forceinline__ void read_words(const uint32_t* tile, const Run<K2, POSITIONS>& run, uint32_t (&w)[Run<K2, POSITIONS>::kRead]) {
+  using R = Run<K2, POSITIONS>;
+  if constexpr (R::kVector == 2) {
+    const uint2 v = *(const uint2*)(tile + run.word[1]);
+    w[0] = v.y, w[1] = v.x;
+  } else if constexpr (R::kVector == 4) {
+    const uint4 v = *(const uint4*)(tile + run.word[3]);
+    w[0] = v.w, w[1] = v.z, w[2] = v.y, w[3] = v.x;
+  }
 #pragma unroll
-  for (int j = 0; j < Run<K2>::kRead; j++) w[j] = tile[run.word[j]];
+  for (int j = R::kVector > 1 ? R::kVector : 0; j < R::kRead; j++) w[j] = tile[run.word[j]];
 }
 
-// The states of the lane's eight positions. All shift amounts but one are known at compile time; windows whose offsets agree modulo 8
+// The states of the run's positions. All shift amounts but one are known at compile time; windows whose offsets agree modulo 8
 // share one funnel shift and cost one byte permutation each.
-template <int K2>
-__device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2>::kRead], const Run<K2>& run, uint32_t (&state)[8]) {
-  using R = Run<K2>;
+template <int K2, int POSITIONS>
+__device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2, POSITIONS>::kRead], const Run<K2, POSITIONS>& run,
+                                          uint32_t (&state)[POSITIONS]) {
+  using R = Run<K2, POSITIONS>;
   uint32_t w[R::kRead + 1], r[R::kRegisters + 1];
 #pragma unroll
   for (int j = 0; j < R::kRead; j++) w[j] = words[j];
@@ -59,7 +69,7 @@ __device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2>::kRead
   for (int j = 0; j < R::kRegisters; j++) r[j] = R::kShifted ? __funnelshift_r(w[j], w[j + 1], run.shift) : w[j];
   r[R::kRegisters] = 0;
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
+  for (int j = 0; j < POSITIONS; j++) {
     constexpr int kByte = 8;
     const int o = R::offset(j), i = o / 32, s = o % 32;
     if (s < 24) {
@@ -71,11 +81,11 @@ __device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2>::kRead
   }
 }
 
-template <int K2>
-__device__ __forceinline__ void read_states(const uint32_t* tile, const Run<K2>& run, uint32_t (&state)[8]) {
-  uint32_t w[Run<K2>::kRead];
-  read_words<K2>(tile, run, w);
-  states_of<K2>(w, run, state);
+template <int K2, int POSITIONS>
+__device__ __forceinline__ void read_states(const uint32_t* tile, const Run<K2, POSITIONS>& run, uint32_t (&state)[POSITIONS]) {
+  uint32_t w[Run<K2, POSITIONS>::kRead];
+  read_words(tile, run, w);
+  states_of(w, run, state);
 }
 
 // 3inst and mcg: the hash is two halves whose sum is the weight. In the multiply-add the addend (0 for mcg) is free.

@@ -6,14 +6,19 @@
 
 using namespace exl3;
 
-constexpr int kRowShift = 2;
+constexpr int kSharedBytes = 232448;  // of a block on 9.0
 
 template <int K2, int MODE, int NB>
 static int run(ProductParams p, int blocks) {
   const int work = p.first_group[p.count] * p.segments * p.blocks * 8;
-  p.share = work / blocks;
-  p.rest = work % blocks;
-  p.row_shift = kRowShift;
+  p.share = work / 2 / blocks * 2;
+  p.rest = work / 2 % blocks;
+  ProductParams most = p;  // as set_shape of linear.cu: the number of warps is that of eight rows
+  most.rows = kRows;
+  most.columns = operand_columns(MODE, kRows);
+  most.row_bytes = operand_row_bytes(MODE, most.columns);
+  for (most.row_shift = 3; product_shared(most, K2, MODE, most.columns > 8 ? 2 : 1).total > kSharedBytes;) most.row_shift--;
+  p.row_shift = most.row_shift;
   p.fused = p.rows <= 2;
   p.row_bytes = operand_row_bytes(MODE, p.columns);
   const size_t image_bytes = (size_t)p.rotations * p.blocks * 8 * p.row_bytes;

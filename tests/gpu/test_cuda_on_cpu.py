@@ -258,6 +258,25 @@ def test_product(
     check_group(product, codebook, K, rows, n_in, sizes, activation, grid, shared)
 
 
+@pytest.mark.parametrize("codebook,K,planes", [("mul1", 4, 2), ("mul1", 4, 0), ("3inst", 7, 2)])
+def test_a_row_has_the_same_bits_alone(product: ctypes.CDLL, codebook: str, K: float, planes: int) -> None:
+    """Eight rows take other instances and steps than one; runs begin and end within chunks of inputs."""
+    w = random_weight(2048, 256, K, codebook, "cpu", bias=False, seed=1)
+    x, struct = torch.randn(8, 2048), Library.weight(None, w)  # type: ignore[arg-type]
+
+    def run(rows: int) -> torch.Tensor:
+        y = torch.full((rows, 256), float("nan"))
+        head = (x.data_ptr(), 0, ctypes.addressof(struct), 0, 0, 0, y.data_ptr(), 0, 0, 0, 2048, 256, 0, 0, 0, 0, 0)
+        block = blocks.LINEAR.pack(*head, 1e-5, rows, 1, 0, 0, planes, 1, 0, 0)
+        assert product.on_cpu(block, 19) == 0
+        return y
+
+    all_rows = run(8)
+    assert relative(all_rows, x.double() @ exact_weight(w)) < 5e-4
+    for rows in (1, 3, 5):
+        assert torch.equal(run(rows), all_rows[:rows])
+
+
 @pytest.mark.parametrize("rows,sizes,activation,grid", [(1, [700], None, 7), (2, [300, 300], "silu", 7), (7, [256, 130], None, 5)])
 def test_product_of_halves(product: ctypes.CDLL, rows: int, sizes: list[int], activation: str | None, grid: int) -> None:
     check_group(product, "mul1", 4, rows, 700, sizes, activation, grid, True, planes=0)
