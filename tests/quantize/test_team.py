@@ -39,7 +39,9 @@ def calibration(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [{"recapture": False, "correction": 0.5}, {"correction": 0.5, "token_weighting": True}], ids=["one capture", "recapture"]
+    "options",
+    [{"recapture": False, "correction": 0.5}, {"correction": 0.5, "token_weighting": True}, {"two_sided": True, "choose_damping": True}],
+    ids=["one capture", "recapture", "two-sided"],
 )
 def test_any_number_of_devices_gives_the_same_bytes(tmp_path: Path, calibration: Path, monkeypatch, options):
     monkeypatch.setattr(ldlq, "PIECE", 64)

@@ -88,7 +88,7 @@ OPTIONS = [
     ),
     _option("--seam-window", "seam_window", type=int, help="positions of the search's first pass, 0: all"),
     _option("--tune", "tune", is_flag=True, help="distil the original into scales and norms afterwards; for 3 bits and below"),
-    _option("--tune-steps", "tune_steps", type=int, help="steps of --tune (default: 192)"),
+    _option("--tune-steps", "tune_steps", type=int, help="steps of --tune (default: 48)"),
     _option("--seed", "seed", type=int, help="of random signs and calibration order (default: 0)"),
     _option("-r", "--resume", "resume", is_flag=True, help="go on with the job in the work folder; its settings are kept"),
     _option("-d", "--devices", "--device", "devices", help="cpu, cuda:N or GPU numbers: 0,1 (default: a GPU if one is usable, else cpu)"),

@@ -20,7 +20,7 @@ def _folder(*names: str, **attributes: Any) -> Any:
 @click.option("-cd", "--cal-data", "--cal_data", metavar="FILE", help="your own text: .safetensors with input_ids, or UTF-8 text")
 @click.option("-cr", "--cal-rows", "--cal_rows", type=click.IntRange(min=2), help="rows of text (default: by device)")
 @click.option("-cc", "--cal-cols", "--cal_cols", type=click.IntRange(min=2), help="tokens in a row (default: by device)")
-@click.option("--steps", type=click.IntRange(min=1), help="training steps (default: 192)")
+@click.option("--steps", type=click.IntRange(min=1), help="training steps (default: 48)")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the order of the rows")
 @device_option
 def command(

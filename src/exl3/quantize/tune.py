@@ -35,7 +35,7 @@ HELD_OUT = 16  # one row in so many is kept apart to judge by
 class TuneSettings:
     """`steps` of `tokens` each; the learning rate falls from `rate` to nothing along a half cosine, after a short rise."""
 
-    steps: int = 192
+    steps: int = 48
     tokens: int = 8192
     rate: float = 1e-3
     seed: int = 0
