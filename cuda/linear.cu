@@ -78,12 +78,13 @@ static void set_shape(Plan& plan, int k2, const Device& device) {
     q.row_bytes = operand_row_bytes(plan.mode, q.columns);
     q.fused = fused;
     plan.blocks = q.columns > 8 ? 2 : 1;
-    if (product_shared(q, k2, plan.mode, plan.blocks).total > device.shared_bytes) return false;
+    if (product_shared(q, roomy(device.code), k2, plan.mode, plan.blocks).total > device.shared_bytes) return false;
     p = q;
     return true;
   };
   const int rows = p.rows;
-  for (p.row_shift = 3; p.row_shift > 1 && !fits(kRows, 0);) p.row_shift--;
+  auto all_fit = [&] { return fits(kRows / 2, 0) && fits(kRows, 0); };  // the most rows of either instance
+  for (p.row_shift = 3; p.row_shift > 1 && !all_fit();) p.row_shift--;
   const int inputs = fused_inputs(p, 14, 14 + p.share + 2).chunks * rows * p.rotations;
   const int most = rows == 1 ? kFusedChunks : plan.mode == kBytes ? kFusedByteTasks : kFusedTasks;
   if (inputs > most || !fits(rows, 1)) fits(rows, 0);
@@ -251,7 +252,7 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
     const dim3 grid((chunks_of(p) + kPrepareWarps - 1) / kPrepareWarps, a->rows, p.rotations);
     if (const int status = launch(kernel, grid, kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
   }
-  const int shared = product_shared(p, k2, plan.mode, plan.blocks).total;
+  const int shared = product_shared(p, roomy(device.code), k2, plan.mode, plan.blocks).total;
   return launch(entry->kernel, dim3(plan.grid), product_threads(p), shared, 1, p, stream, "linear");
 }
 

@@ -22,10 +22,10 @@ namespace exl3 {
 
 template <int K2, int MODE, int NB>
 struct ProductShape {
-  static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(K2, MODE, NB);  // bytes of a warp's row of tiles; rows in a slot
+  static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(kRoomy, K2, MODE, NB);  // bytes of a warp's row of tiles; rows in a slot
   static constexpr int kLanes = kRow / 16, kFit = 32 / kLanes, kTogether = kFit < 1 ? 1 : kFit < kIn ? kFit : kIn;  // rows one copy brings
   static constexpr int kOperands = kIn * (NB * 8 * column_bytes(MODE) + (MODE == kDecodeBytes ? kRows * 4 : 0));  // most bytes of operands in a slot
-  static constexpr int kSlots = ring_slots(MODE, NB);
+  static constexpr int kSlots = ring_slots(kRoomy, MODE, NB);
 };
 
 // Rows of tiles of a part that one of 1 << shift warps has: each part is shared out evenly, in pairs of rows.
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   using S = ProductShape<K2, MODE, NB>;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, across = warp % kAcross, down = warp / kAcross;
-  const ProductShared layout = product_shared(p, K2, MODE, NB);
+  const ProductShared layout = product_shared(p, kRoomy, K2, MODE, NB);
   const int begin = first_work(p, blockIdx.x), end = first_work(p, blockIdx.x + 1), length = p.segments * p.blocks * 8;
   const int parts_count = ((end - 1) / length - begin / length + 1) * p.segments;
   Part* parts = (Part*)(shared + layout.parts);

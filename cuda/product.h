@@ -82,11 +82,25 @@ inline __host__ __device__ int operand_row_bytes(int mode, int columns) {
   return columns * column_bytes(mode) + (mode == kDecodeBytes ? kRows * 4 : 0);
 }
 
-// Of a warp's ring: 16 inputs by 64 columns are a row. nb: blocks of eight operand columns.
-// A slot is a step, and fewer steps cost less, where the operands leave the room.
-inline constexpr __host__ __device__ bool large_slots(int mode, int nb) { return mode == kBytes && nb == 1; }
-inline constexpr __host__ __device__ int rows_in_slot(int k2, int mode, int nb) { return (k2 <= 8 ? 4 : 2) << (int)large_slots(mode, nb); }
-inline constexpr __host__ __device__ int ring_slots(int mode, int nb) { return nb == 1 && !large_slots(mode, nb) ? 3 : 2; }
+// Whether a block may have 163 KiB of shared memory or more, by the architecture of the code.
+inline constexpr __host__ __device__ bool roomy(int architecture) {
+  return architecture == 80 || architecture == 90 || architecture == 100 || architecture == 103;
+}
+#ifdef __CUDA_ARCH__
+constexpr bool kRoomy = roomy(__CUDA_ARCH__ / 10);
+#else
+constexpr bool kRoomy = true;
+#endif
+
+// Of a warp's ring: 16 inputs by 64 columns are a row. A slot is a step, and fewer steps cost less, where the operands leave the room.
+// nb: blocks of eight operand columns.
+inline constexpr __host__ __device__ bool large_slots(bool room, int mode, int nb) { return room && mode == kBytes && nb == 1; }
+inline constexpr __host__ __device__ int rows_in_slot(bool room, int k2, int mode, int nb) {
+  return (k2 <= 8 ? 4 : 2) << (int)large_slots(room, mode, nb);
+}
+inline constexpr __host__ __device__ int ring_slots(bool room, int mode, int nb) {
+  return nb == 1 && !large_slots(room, mode, nb) && (room || mode == kBytes) ? 3 : 2;
+}
 // Bytes from one row to the next: a warp reads two rows at a time, which then lie in different banks.
 inline constexpr __host__ __device__ int ring_pitch(int k2) { return 64 * k2 + (k2 % 2 ? 0 : 64); }
 
@@ -114,12 +128,12 @@ struct ProductShared {  // offsets in dynamic shared memory
   int slot;             // bytes from one slot of a ring to the next
   int image, image_bytes, scales, squares, exchange, parts, total;
 };
-inline __host__ __device__ ProductShared product_shared(const ProductParams& p, int k2, int mode, int nb) {
+inline __host__ __device__ ProductShared product_shared(const ProductParams& p, bool room, int k2, int mode, int nb) {
   ProductShared s;
   const int warps = kAcross << p.row_shift;
   const int most = p.share + (p.rest > 0 ? 2 : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
-  s.slot = rows_in_slot(k2, mode, nb) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
-  s.image = warps * ring_slots(mode, nb) * s.slot;
+  s.slot = rows_in_slot(room, k2, mode, nb) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
+  s.image = warps * ring_slots(room, mode, nb) * s.slot;
   const int bound = (most + 3 * chunk - 2) / chunk, chunks = bound < all ? bound : all;  // one of them may be short
   s.image_bytes = p.fused ? chunks * chunk * p.row_bytes : 0;  // of a rotation
   s.scales = s.image + (p.fused ? p.rotations : 0) * s.image_bytes;

@@ -17,7 +17,7 @@ static int run(ProductParams p, int blocks) {
   most.rows = kRows;
   most.columns = operand_columns(MODE, kRows);
   most.row_bytes = operand_row_bytes(MODE, most.columns);
-  for (most.row_shift = 3; product_shared(most, K2, MODE, most.columns > 8 ? 2 : 1).total > kSharedBytes;) most.row_shift--;
+  for (most.row_shift = 3; product_shared(most, kRoomy, K2, MODE, most.columns > 8 ? 2 : 1).total > kSharedBytes;) most.row_shift--;
   p.row_shift = most.row_shift;
   p.fused = p.rows <= 2;
   p.row_bytes = operand_row_bytes(MODE, p.columns);
