@@ -176,19 +176,55 @@ def attention_call(lib: Library, q: torch.Tensor, layer: Any, batch: Any) -> tup
     return y, call
 
 
+def cache_bytes(bits: tuple[int, int], kv: int = 8, dim: int = 128) -> float:
+    """Of one position."""
+    return kv * dim * sum(2.0 if b == 16 else b / 8 + 2 / 32 for b in bits)
+
+
 def attention(lib: Library) -> list[dict[str, Any]]:
+    """A decode step's attention: rotation, append and all, 32 heads over 8. Alone: one after another. Between products: what it adds to
+    the q/k/v and output products of an 8B layer, as a step has them. Each call has pages of its own."""
     found = []
-    for rows, length in ((8, 32768), (1, 32768), (1, 4096), (1, 256), (8, 1024)):
+    half: dict[str, Any] = {"dtype": torch.half, "device": "cuda"}
+    qkv = [[random_weights(4096, n, 4, "mul1", 1)[0] for n in (4096, 1024, 1024)] for _ in range(6)]
+    out = [random_weights(4096, 4096, 4, "mul1", 1)[0] for _ in range(6)]
+    products: dict[int, float] = {}
+    for rows, length in ((1, 2), (1, 256), (1, 4096), (1, 32768), (8, 2), (8, 1024), (8, 32768), (32, 640)):
         for bits in ((16, 16), (8, 8), (4, 4), (6, 5)):
-            pages = -(-length // 256)
-            layer = make_layer(8, 128, bits, rows * pages)
-            batch = make_batch(rows, length, pages)
-            q = torch.randn(rows, 32, 128, device="cuda").half()
-            us = replay([attention_call(lib, q, layer, batch)[1]] * 8)
-            nbytes = rows * length * 8 * 128 * sum(2.0 if b == 16 else b / 8 + 2 / 32 for b in bits)
-            found.append({"kernel": "attention", "rows": rows, "length": length, "bits": bits, "us": us, "GB/s": nbytes / us / 1e3})
-            print(f"attention {rows} x {length}, cache {bits}: {us:.1f} us, {nbytes / us / 1e3:.0f} GB/s", flush=True)
-            lib.spaces.clear()
+            each = -(-length // 256)
+            pages = max(rows * each, int(1.25 * ENOUGH / cache_bytes(bits) / 256))
+            layer = make_layer(8, 128, bits, pages)
+            x, norm = torch.randn(rows, 4096, device="cuda"), torch.ones(4096, device="cuda")
+            y = torch.zeros(rows, 4096, device="cuda")
+            attends, layers = [], []
+            for i in range(max(4, min(40, pages // (rows * each)))):
+                batch = make_batch(rows, length, each)
+                batch.block_table = torch.randperm(pages, device="cuda")[: rows * each].view(rows, each).int()
+                q, k, v = (torch.randn(rows, n, 128, **half) for n in (32, 8, 8))
+                cos, sin = (torch.rand(rows, 64, device="cuda") for _ in range(2))
+                z, call = lib.attend_call(q, k, v, layer, batch, (cos, sin), scale=128**-0.5)
+                attends.append(call)
+                layers.append((i % 6, [t.view(rows, -1) for t in (q, k, v)], z.view(rows, -1), call))
+
+            def step(of: tuple[Any, ...], attend: bool, x: Any = x, norm: Any = norm, y: Any = y) -> None:
+                turn, made, z, call = of
+                lib.linear(x, qkv[turn], norm=norm, outs=made, shared=True)
+                if attend:
+                    call()
+                lib.linear(z, [out[turn]], outs=[y], accumulate=True, shared=True)
+
+            times = -(-40 // len(layers))
+            us = replay(attends * times)
+            if rows not in products:
+                products[rows] = replay([lambda of=of: step(of, False) for of in layers * times])  # type: ignore[misc]
+            added = replay([lambda of=of: step(of, True) for of in layers * times]) - products[rows]  # type: ignore[misc]
+            gbs = rows * length * cache_bytes(bits) / us / 1e3
+            figures = {"us": us, "us between products": added, "GB/s": gbs}
+            found.append({"kernel": "attention", "rows": rows, "length": length, "bits": bits, **figures})
+            print(f"attention {rows} x {length}, cache {bits}: {us:.1f} us, {gbs:.0f} GB/s; between products {added:.1f} us", flush=True)
+            lib.spaces.pop("attention", None)
+            del layer, layers, attends
+            torch.cuda.empty_cache()
     return found
 
 

@@ -24,15 +24,16 @@ static bool quantized(const exl3_attention_args* a) { return a->cache.k_bits != 
 
 // ------------------------------------------------------------------------------------------------ decode
 static int decode_shared(const AttentionParams& p) {
-  const int ring = kDecodeWarps * p.stages * (p.side[0].bytes + p.side[1].bytes), merge = kDecodeWarps * kColumns * (p.a.cache.head_dim + 4) * 4;
+  const int warps = decode_warps(p.a.cache.head_dim), ring = warps * p.stages * (p.side[0].bytes + p.side[1].bytes);
+  const int merge = warps * kColumns * (p.a.cache.head_dim + 4) * 4;
   return decode_ring(p.a.cache.head_dim) + (ring > merge ? ring : merge);
 }
 constexpr int kReserved = 1024;  // bytes of shared memory the system takes for each block
 
 // Splits and depth of the rings: by shapes and card alone, and for many tokens by their number, so that workspaces stay small.
 static void plan_decode(AttentionParams& p, const Device& device) {
-  const int tiles = p.a.cache.kv_heads * p.chunks, blocks = p.a.cache.head_dim <= 128 ? 4 : 2, unit = kDecodeWarps * decode_run(quantized(&p.a));
-  int most = (2 * device.sms + tiles - 1) / tiles;
+  const int tiles = p.a.cache.kv_heads * p.chunks, blocks = 2, unit = decode_warps(p.a.cache.head_dim) * decode_run(quantized(&p.a));
+  int most = p.a.cache.head_dim <= 128 ? device.sms / tiles : (2 * device.sms + tiles - 1) / tiles;  // of eight warps, one a multiprocessor
   p.least = 256 / unit;
   for (int tokens = 16; tokens < p.a.tokens; tokens *= 2) {  // many tokens fill the card by themselves
     most = most / 2;
@@ -47,12 +48,15 @@ static void plan_decode(AttentionParams& p, const Device& device) {
   // as deep as the blocks that share a multiprocessor allow
   int resident = (int)(((int64_t)p.a.tokens * tiles * p.splits + device.sms - 1) / device.sms);
   if (resident > blocks) resident = blocks;
-  p.stages = 4;
-  while (p.stages > 2 && (decode_shared(p) + kReserved) * resident > device.shared_bytes + kReserved) p.stages--;
+  for (; resident; resident--) {
+    p.stages = 4;
+    while (p.stages > 1 && (decode_shared(p) + kReserved) * resident > device.shared_bytes + kReserved) p.stages--;
+    if ((decode_shared(p) + kReserved) * resident <= device.shared_bytes + kReserved) break;
+  }
   if (decode_shared(p) > device.shared_bytes) p.stages = 1;
 }
 static int64_t partial_bytes(const AttentionParams& p) {
-  return p.splits > 1 ? (int64_t)p.a.tokens * p.a.heads * p.splits * (p.a.cache.head_dim + 2) * 4 : 0;
+  return p.splits > 1 ? (int64_t)p.a.tokens * p.a.heads * p.splits * (p.a.cache.head_dim + 4) * 4 : 0;
 }
 
 // ------------------------------------------------------------------------------------------------ entry points
@@ -95,7 +99,7 @@ static int launch_decode(const void* kernel, AttentionParams& p, void* stream) {
   p.counters = (int32_t*)a.workspace;
   p.partial = (float*)((uint8_t*)a.workspace + kAttentionCounters);
   p.stats = p.partial + (int64_t)a.tokens * a.heads * p.splits * a.cache.head_dim;
-  return launch(kernel, dim3(a.tokens, a.cache.kv_heads * p.chunks, p.splits), kDecodeWarps * 32, decode_shared(p), 1, (const void*)&p,
+  return launch(kernel, dim3(a.tokens, a.cache.kv_heads * p.chunks, p.splits), decode_warps(a.cache.head_dim) * 32, decode_shared(p), 1, (const void*)&p,
                 (cudaStream_t)stream, "attention");
 }
 

@@ -13,9 +13,11 @@
 
 namespace exl3 {
 
-// Decode: a block of four warps takes one key/value head, up to eight query rows that share it (its heads times consecutive tokens of one row
-// of the batch) and every `active`-th unit of positions; each warp has a run of each unit: 16 positions of fp16, 32 of codes.
-constexpr int kDecodeWarps = 4, kColumns = 8, kMostSplits = 128;
+// Decode: a block of eight warps (four of large heads) takes one key/value head, up to eight query rows that share it (its heads times
+// consecutive tokens of one row of the batch) and every `active`-th unit of positions; each warp has a run of each unit: 16 positions of fp16,
+// 32 of codes.
+constexpr int kColumns = 8, kMostSplits = 64;
+__host__ __device__ constexpr int decode_warps(int head_dim) { return head_dim <= 128 ? 8 : 4; }
 __host__ __device__ constexpr int decode_run(bool codes) { return codes ? 32 : 16; }
 
 // A head's keys or values of one position as the cache holds them, and in shared memory.
@@ -62,7 +64,7 @@ struct AttentionParams {
   AttentionFresh fresh;
   AttentionSide side[2];                // keys, values
   float* partial;                       // [token][head][split][head_dim]: sums not divided yet
-  float* stats;                         // [token][head][split][2]: highest score (times log2 e) and sum of weights
+  float* stats;                         // [token][head][split][4]: highest score (times log2 e), sum of weights, and two that stay zero
   int32_t* counters;                    // [token][kv head * chunk], zero before and after
   uint32_t ones;                        // 0x3c003c00; see attention_codes.cuh
   int32_t splits, group, chunks, tokens_a_tile, stages, least;  // most splits; heads of a kv head, in chunks of at most kColumns
@@ -70,7 +72,7 @@ struct AttentionParams {
 
 // Shared memory of the decode kernel: queries, the sums of their groups, a head of floats for each warp, the rings.
 __host__ __device__ constexpr int decode_heads(int head_dim) { return kColumns * (half_pitch(head_dim) * 2 + head_dim / 32 * 4); }
-__host__ __device__ constexpr int decode_ring(int head_dim) { return decode_heads(head_dim) + kDecodeWarps * head_dim * 4; }
+__host__ __device__ constexpr int decode_ring(int head_dim) { return decode_heads(head_dim) + decode_warps(head_dim) * head_dim * 4; }
 
 // ------------------------------------------------------------------------------------------------ prefill
 constexpr int kPrefillRows = 128, kPositions = 64;  // query rows of a block, positions of a tile

@@ -1,7 +1,7 @@
 // Codes of a quantized cache (format section 5) as operands of matrix products.
 //
 // A code of b bits is put into the mantissa of a half: h = 1 + code * 2^(kCodeAt - 10), and its level (2 code + 1) / 2^b - 1 is
-// kCodeFactor * h + kCodeAdd, both exact. Which dimension of the head a lane's code belongs to differs by b; key_dim and value_dim say it.
+// kCodeFactor * h + kCodeAdd, both exact. Which dimension of the head a lane's code belongs to differs by b; query_place and value_dim say it.
 #pragma once
 #include "attention.h"
 #include "ptx.cuh"
@@ -39,10 +39,36 @@ __device__ __forceinline__ uint32_t code_level(uint32_t h, float compand) {
   return t;
 }
 
+// ------------------------------------------------------------------------------------------------ codes of 4 and 8 bits as they are
+// A code in the lowest bits of a half is a number below the normal ones, code * 2^-24, and tensor cores multiply those exactly. So nothing but
+// masks makes operands of codes, and what is to be taken off is the middle of the codes alone. The upper code of a byte counts 16 times.
+template <int BITS>
+constexpr int kPairs = 16 / BITS;  // of halves that hold 32 bits of codes
+
+// Pair i: the code that starts at bit BITS * i of each half of x.
+template <int BITS>
+__device__ __forceinline__ void plain_codes(uint32_t x, uint32_t (&pair)[kPairs<BITS>]) {
+#pragma unroll
+  for (int i = 0; i < kPairs<BITS>; i++) {
+    constexpr uint32_t kMask = (1u << BITS) - 1;
+    const int bit = BITS * i % 8;
+    pair[i] = x >> (BITS * i - bit) & (kMask << bit | kMask << (bit + 16));
+  }
+}
+__host__ __device__ constexpr float plain_weight(int bits, int pair) { return bits * pair % 8 ? 16.f : 1.f; }
+__host__ __device__ constexpr float plain_middle(int bits) { return ((1 << bits) - 1) / 2.f; }  // level 0
+__host__ __device__ constexpr float plain_step(int bits) { return 2.f / (1 << bits); }         // between levels
+constexpr float kPlainOne = 16777216.f;                                                      // 2^24: of code 1
+
 // ------------------------------------------------------------------------------------------------ keys
-// Lane q of a quad holds codes 8q .. 8q+7 of a group, in pairs: the dimension of half `high` of pair i.
-__host__ __device__ constexpr int key_dim(int bits, int q, int i, int high) {
-  return 8 * q + (bits == 8 ? 4 * (i / 2) + i % 2 + 2 * high : i + 4 * high);
+// Lane q of a quad holds codes 8q .. 8q+7 of a group in four pairs, codes i and i + 4 in pair i; of 8 bits i and i + 2. As they are, the matrices
+// for ldmatrix have 16 bytes a position, and lane q word q of them.
+// Where a query's dimension d of a group stands, so that ldmatrix gives each lane what its keys meet: 8 halves for each pair.
+__host__ __device__ constexpr int query_place(int bits, bool plain, int d) {
+  if (bits == 16) return d;
+  if (bits != 8) return 8 * (d & 3) + 2 * (d >> 3) + (d >> 2 & 1);
+  if (plain) return (d & 16) + 8 * (d & 1) + 2 * (d >> 2 & 3) + (d >> 1 & 1);
+  return 16 * (d >> 2 & 1) + 8 * (d & 1) + 2 * (d >> 3) + (d >> 1 & 1);
 }
 template <int BITS, int W>
 __device__ __forceinline__ void key_plane(const uint8_t* group, int q, uint32_t (&pair)[4]) {

@@ -3,126 +3,11 @@
 // Positions are the rows of both products and query rows their columns, so that 16 positions take one instruction for up to eight query
 // rows: scores (positions x rows) = keys x queries, sums (dims x rows) = values x weights. Codes are decoded in registers. Which positions
 // a split and a warp see follows from the token's own position, a masked position adds an exact zero and no column sees another, so a
-// token's result does not depend on what shares the step with it. The last split to arrive merges all, in order.
+// token's result does not depend on what shares the step with it. The last split to begin merges all, in order.
 #pragma once
-#include "attention_fresh.cuh"
+#include "attention_merge.cuh"
 
 namespace exl3 {
-
-template <int D>
-struct Queries {
-  uint32_t operand[D / 16][2];  // 16 dims by 8 rows each
-  uint32_t offset[2];           // of row g, groups 2q and 2q + 1: what each adds to a score times its scale; rounded, and the rest
-};
-
-template <int D>
-__device__ __forceinline__ void read_scales(const uint16_t* from, float (&scale)[D / 32]) {
-  if constexpr (D % 64 == 0) {  // aligned: words
-    constexpr int kWords = D / 64;
-    uint32_t w[kWords];
-    read_words<kWords>((const uint8_t*)from, kWords != 3, w);
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) scale[i] = half_to_float((uint16_t)(w[i / 2] >> 16 * (i % 2)));
-  } else {
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) scale[i] = half_to_float(from[i]);
-  }
-}
-
-// Scores of positions g and g + 8 against query rows 2q and 2q + 1. The products are of halves 1 + code ..; what is too much is subtracted by
-// a product of scales and offsets.
-template <int D, int BITS>
-__device__ __forceinline__ void scores_of_codes(const uint8_t* tile, const AttentionSide& s, const Queries<D>& queries, const uint16_t* scale0,
-                                                const uint16_t* scale1, float compand, uint32_t ones, int g, int q, float (&score)[4]) {
-  float of0[D / 32], of1[D / 32];
-  read_scales<D>(scale0, of0);
-  read_scales<D>(scale1, of1);
-  uint32_t pair0 = 0, pair1 = 0;
-  if (2 * q < D / 32) {
-    const bool two = D % 64 == 0 || 2 * q + 1 < D / 32;
-    pair0 = scale0[2 * q] | (two ? (uint32_t)scale0[2 * q + 1] << 16 : 0);
-    pair1 = scale1[2 * q] | (two ? (uint32_t)scale1[2 * q + 1] << 16 : 0);
-  }
-  ptx::mma(score, pair0, pair1, pair0, pair1, queries.offset[0], queries.offset[1]);
-#pragma unroll
-  for (int group = 0; group < D / 32; group++) {
-    uint32_t a[4], b[4];
-    key_codes<BITS>(tile + g * s.pitch + group * 4 * BITS, q, ones, a);
-    key_codes<BITS>(tile + (g + 8) * s.pitch + group * 4 * BITS, q, ones, b);
-    if (compand > 0.f)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        a[i] = code_level<BITS>(a[i], compand);
-        b[i] = code_level<BITS>(b[i], compand);
-      }
-    float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      ptx::mma(sum, a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1], queries.operand[2 * group + h][0], queries.operand[2 * group + h][1]);
-    score[0] += sum[0] * of0[group];
-    score[1] += sum[1] * of0[group];
-    score[2] += sum[2] * of1[group];
-    score[3] += sum[3] * of1[group];
-  }
-}
-template <int D>
-__device__ __forceinline__ void scores_of_halves(const uint8_t* tile, const Queries<D>& queries, int lane, float (&score)[4]) {
-#pragma unroll
-  for (int step = 0; step < D / 16; step++) {
-    uint32_t a[4];
-    ptx::load_matrices(a, tile + (lane & 15) * half_pitch(D) * 2 + step * 32 + (lane >> 4) * 16);
-    ptx::mma(score, a[0], a[1], a[2], a[3], queries.operand[step][0], queries.operand[step][1]);
-  }
-}
-
-// Adds 16 positions' values by their weights. Rows g and g + 8 of out[t] are dims value_dim(bits, g, t, 0) and (.., 1).
-template <int D>
-__device__ __forceinline__ int value_dim(int bits, int g, int t, int high) {
-  constexpr int kTiles = 2 * kSuper<D>;  // of a super group
-  return bits == 16 ? 16 * t + g + 8 * high : t / kTiles * 32 * kSuper<D> + g * 4 * kSuper<D> + 2 * (t % kTiles) + high;
-}
-// One multiply-add a pair: h * scale + offset, offset = -centre * scale rounded; what its rounding took is added up by a product of its own,
-// rest[super], whose row g holds the group that the dims of row g belong to. `factor` of the level is left to the end.
-template <int D, int BITS>
-__device__ __forceinline__ void sums_of_codes(const uint8_t* tile, const AttentionSide& s, const uint16_t* const (&scale)[4], float compand,
-                                              uint32_t ones, int g, int q, const uint32_t (&weights)[2], float (&out)[D / 16][4], float (&rest)[D / 32 / kSuper<D>][4]) {
-  constexpr int S = kSuper<D>;
-  const float centre = code_add(BITS) / code_factor(BITS);
-#pragma unroll
-  for (int super = 0; super < D / 32 / S; super++) {
-    const int group = super * S + g * S / 8, in = g * 4 * S % 32;
-    uint32_t v[2][4 * S], residue[2];
-#pragma unroll
-    for (int p = 0; p < 2; p++) {
-      const uint8_t* at = tile + (2 * q + 8 * p) * s.pitch + group * 4 * BITS;
-      value_codes<BITS, S>(at, at + s.pitch, in, ones, v[p]);
-      const uint32_t both = scale[2 * p][group] | (uint32_t)scale[2 * p + 1][group] << 16;
-      if (compand > 0.f) {
-        residue[p] = 0;
-#pragma unroll
-        for (int n = 0; n < 4 * S; n++) v[p][n] = ptx::multiply(code_level<BITS>(v[p][n], compand), both);
-      } else {
-        const uint32_t c = ptx::pack(centre, centre), offset = ptx::multiply(both, c);
-        residue[p] = ptx::multiply_add(both, c, offset ^ 0x80008000u);
-#pragma unroll
-        for (int n = 0; n < 4 * S; n++) v[p][n] = ptx::multiply_add(v[p][n], both, offset);
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < 2 * S; t++)
-      ptx::mma(out[super * 2 * S + t], v[0][2 * t], v[0][2 * t + 1], v[1][2 * t], v[1][2 * t + 1], weights[0], weights[1]);
-    ptx::mma(rest[super], residue[0], 0, residue[1], 0, weights[0], weights[1]);
-  }
-}
-template <int D>
-__device__ __forceinline__ void sums_of_halves(const uint8_t* tile, int lane, const uint32_t (&weights)[2], float (&out)[D / 16][4]) {
-#pragma unroll
-  for (int t = 0; t < D / 16; t++) {
-    uint32_t a[4];  // dims 0-7 and 8-15 of positions 0-7, then of positions 8-15
-    ptx::load_matrices_transposed(a, tile + ((lane & 7) + (lane >> 4) * 8) * half_pitch(D) * 2 + t * 32 + ((lane >> 3) & 1) * 16);
-    ptx::mma(out[t], a[0], a[1], a[2], a[3], weights[0], weights[1]);
-  }
-}
 
 // The tile's tokens: one token, or as many as fit the columns, from a multiple of p.tokens_a_tile or the start of a run on. 0: another
 // block's.
@@ -136,64 +21,31 @@ __device__ __forceinline__ int tile_tokens(const AttentionParams& p, int token, 
   return tokens;
 }
 
-// 32-point Hadamard transform of groups of eight lanes with four consecutive values each.
-__device__ __forceinline__ void hadamard32_of_four(float (&v)[4]) {
-  const float s0 = v[0] + v[1], d0 = v[0] - v[1], s1 = v[2] + v[3], d1 = v[2] - v[3];
-  v[0] = s0 + s1;
-  v[1] = d0 + d1;
-  v[2] = s0 - s1;
-  v[3] = d0 - d1;
-  for (int m = 1; m < 8; m <<= 1)
-    for (int e = 0; e < 4; e++) {
-      const float other = lane_xor(v[e], m);
-      v[e] = lane_id() & m ? other - v[e] : v[e] + other;
-    }
-  for (int e = 0; e < 4; e++) v[e] *= 0.17677669529663688f;
-}
-
-// One warp adds up parts 0 .. count-1 of a row in order: part(n) points to head_dim sums, weight(n) is its factor. done(d, v) takes four values.
-template <int D, class Part, class Weight, class Done>
-__device__ __forceinline__ void add_parts(int count, int lane, Part part, Weight weight, Done done) {
-#pragma unroll
-  for (int first = 0; first < D; first += 128) {
-    const int d = first + 4 * lane;
-    float v[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 16
-    for (int n = 0; n < count; n++) {
-      const float w = weight(n);
-      const float4 x = d < D ? *(const float4*)(part(n) + d) : make_float4(0.f, 0.f, 0.f, 0.f);
-      v[0] += w * x.x;
-      v[1] += w * x.y;
-      v[2] += w * x.z;
-      v[3] += w * x.w;
-    }
-    done(d, v);
-  }
-}
-
 // KIND: fp16, codes of the bits in the arguments, or codes of KIND bits on both sides.
 template <int D, AttentionKind KIND>
-__global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyCodes ? 3 : 4) decode_attention(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(decode_warps(D) * 32, 2) decode_attention(const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 800
-  constexpr int kGroups = D / 32, kTiles = D / 16, kSupers = kGroups / kSuper<D>;
-  constexpr bool CODES = KIND != kHalves, kAny = KIND == kAnyCodes;
-  constexpr int kRun = decode_run(CODES), kUnit = kDecodeWarps * kRun, kSubs = kRun / 16;
+  constexpr int kGroups = D / 32, kTiles = D / 16;
+  constexpr bool CODES = KIND != kHalves, kAny = KIND == kAnyCodes, kPlain = CODES && !kAny;
+  constexpr int kDecodeWarps = decode_warps(D), kBits = kAny ? 16 : KIND, kRun = decode_run(CODES), kUnit = kDecodeWarps * kRun, kSubs = kRun / 16;
+  constexpr int kSupers = kPlain ? 1 : kGroups / kSuper<D>;
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ int last_arrived;
+  __shared__ int merges;
   ptx::launch_dependents();
   const exl3_attention_args& a = p.a;
-  const exl3_cache_layer& c = a.cache;
+  exl3_cache_layer c = a.cache;
+  if (!kAny) c.compand = 0.f, c.k_bits = c.v_bits = kBits;
   const int token = blockIdx.x, kv_head = blockIdx.y / p.chunks, chunk = blockIdx.y % p.chunks, split = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  constexpr AttentionSide kFixed = make_side(D, kAny ? 16 : KIND, kRun, 32);
+  constexpr AttentionSide kFixed = make_side(D, kBits, kRun, 32);
   const AttentionSide k_side = kAny ? p.side[0] : kFixed, v_side = kAny ? p.side[1] : kFixed;
   const int k_bits = k_side.bits, v_bits = v_side.bits;
-  const float compand = kAny ? c.compand : 0.f;
+  const float compand = c.compand;
   const int row = a.token_row[token], position = a.positions[token];
   const int heads = min(kColumns, p.group - chunk * kColumns), head0 = kv_head * p.group + chunk * kColumns;
 
   // indices are copies from the host, which no kernel of a step writes: they are read while the kernel before still runs
-  if (row < 0) {
+  if ((row | position) < 0) {  // both, so that the loads go together
     ptx::wait_for_previous();
     if (split == 0)
       for (int i = threadIdx.x; i < heads * D; i += kDecodeWarps * 32)
@@ -217,94 +69,123 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   int ahead = (first_unit + (split + active - first_unit % active) % active) * kUnit + warp * kRun;
   const int step = active * kUnit;
   if (a.window > 0 && ahead + kRun <= position - a.window + 1) ahead += step;  // before the window
-  int page = ahead <= highest ? table[ahead / EXL3_PAGE] : 0;
-  int at = ahead;
-  ptx::wait_for_previous();
+  int at = ahead, pages = 0, next_page = 0;  // lane i has the page of run i of 32
 
-  // this warp's queries start to load
-  constexpr int kMine = kColumns / kDecodeWarps;
-  Head<D> head[kMine];
-#pragma unroll
-  for (int j = 0; j < kMine; j++) {
-    const int r = warp + j * kDecodeWarps;
-    if (r < rows)
-      load_head(head[j], p, a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D, token + r / heads, lane);
-    else
-#pragma unroll
-      for (int group = 0; group < kGroups; group++) head[j].v[group] = 0.f;
-  }
-
-  const SideCopy copy_k(k_side, c, 0, kv_head, lane), copy_v(v_side, c, 1, kv_head, lane);
+  const SideCopy any_k(k_side, c, 0, kv_head, lane), any_v(v_side, c, 1, kv_head, lane);
+  const SideRows<D, kBits, kRun> k_rows(c.k, c.kv_heads, kv_head, lane), v_rows(c.v, c.kv_heads, kv_head, lane);
+  const ScaleRows<D, kRun> k_scales(c.k_scale, c.kv_heads, kv_head, lane), v_scales(c.v_scale, c.kv_heads, kv_head, lane);
   auto fetch = [&](int stage) {
-    if (ahead <= highest) {
-      uint8_t* k_tile = ring + stage * stage_bytes;
-      uint8_t* v_tile = k_tile + k_side.bytes;
-      const int from_page = page, in_page = ahead % EXL3_PAGE, valid = highest + 1 - ahead;
-      ahead += step;
-      if (ahead <= highest) page = table[ahead / EXL3_PAGE];
-      if constexpr (kAny) {
-        copy_k.operator()<D, kRun>(k_tile, k_side, from_page, in_page, c.kv_heads, valid);
-        copy_v.operator()<D, kRun>(v_tile, v_side, from_page, in_page, c.kv_heads, valid);
-      } else {
-        copy_side<D, KIND, kRun, 32>(k_tile, c.k, from_page, in_page, c.kv_heads, kv_head, valid, lane);
-        copy_side<D, KIND, kRun, 32>(v_tile, c.v, from_page, in_page, c.kv_heads, kv_head, valid, lane);
-      }
+    uint8_t* k_tile = ring + stage * stage_bytes;
+    uint8_t* v_tile = k_tile + k_side.bytes;
+    if ((next_page & 31) == 0) {
+      const int of = ahead + lane * step;
+      pages = of <= highest ? table[of / EXL3_PAGE] : 0;
+    }
+    const int from_page = __shfl_sync(~0u, pages, next_page++ & 31), in_page = ahead % EXL3_PAGE, valid = highest + 1 - ahead;
+    ahead += step;
+    if constexpr (kAny) {
+      any_k.operator()<D, kRun>(k_tile, k_side, from_page, in_page, c.kv_heads, valid);
+      any_v.operator()<D, kRun>(v_tile, v_side, from_page, in_page, c.kv_heads, valid);
+    } else {
+      k_rows(k_tile, from_page * EXL3_PAGE + in_page, valid);
+      v_rows(v_tile, from_page * EXL3_PAGE + in_page, valid);
+    }
+    if constexpr (kPlain && D % 64 == 0) {
+      k_scales(k_tile + k_side.scales, from_page * EXL3_PAGE + in_page, valid);
+      v_scales(v_tile + v_side.scales, from_page * EXL3_PAGE + in_page, valid);
+    } else {
       if (k_bits != 16) copy_scales<D, kRun, 32>(k_tile, k_side, c.k_scale, from_page, in_page, c.kv_heads, kv_head, valid, lane);
       if (v_bits != 16) copy_scales<D, kRun, 32>(v_tile, v_side, c.v_scale, from_page, in_page, c.kv_heads, kv_head, valid, lane);
     }
-    ptx::copy_commit();
   };
-  // the first fetches go ahead where they read no position that is appended here
-  const bool early = !p.fresh.k || ahead > highest || ahead + (stages - 2) * step + kRun <= position - before;
-  if (early)
-    for (int i = 0; i < stages - 1; i++) fetch(i);
-  float* space = (float*)(shared + decode_heads(D)) + warp * D;
-  if (p.fresh.k)
-    for (int i = kDecodeWarps - 1 - warp; i < 2 * (before + tokens); i += kDecodeWarps) {
-      const int further = i / 2 - before, unit = (position + further) / kUnit;
-      if (unit < first_unit || unit % active != split) continue;
-      append_head<D>(p, i % 2, i % 2 ? v_bits : k_bits, token + further, row, position + further, kv_head, space, lane);
+  // Fetches go ahead up to the first that reads a position which is appended here. What this step does not append, no kernel that may still
+  // run has written, unless all of it was appended by a kernel of its own. One stage stays empty, so that queries don't wait for so much.
+  int filled = 0;
+  auto fetch_first = [&](int most, int below) {
+#pragma unroll 1
+    for (; filled < most && (ahead > highest || ahead + kRun <= below); filled++) {
+      if (ahead <= highest) fetch(filled);
+      ptx::copy_commit();
     }
+  };
+  if (p.fresh.k) fetch_first(max(1, stages - 1), position - before);
+  ptx::wait_for_previous();
+
+  // this warp's first query starts to load
+  Head<D> head;
+  auto load_query = [&](int r) {
+    load_head(head, p, a.q, (int64_t)(token + r / heads) * a.q_stride + (int64_t)(head0 + r % heads) * D, token + r / heads, lane);
+  };
+  if (warp < rows) load_query(warp);
+  // the last split to begin merges: all others are under way then, and wait for none
+  int32_t* counter = p.counters + (int64_t)token * gridDim.y + blockIdx.y;
+  int begun = 0;
+  if (threadIdx.x == 0 && active > 1) begun = atomicAdd(counter, 1);
+  float* space = (float*)(shared + decode_heads(D)) + warp * D;
+  if (p.fresh.k) {
+    const int parts = before + tokens == 1 ? 2 : 1;  // warps that share a head
+#pragma unroll 1
+    for (int i = kDecodeWarps - 1 - warp; i < 2 * (before + tokens) * parts; i += kDecodeWarps) {
+      const int side = i / parts % 2, further = i / parts / 2 - before, unit = (position + further) / kUnit;
+      if (unit < first_unit || unit % active != split) continue;
+      append_head<D>(p, c, side, side ? v_bits : k_bits, token + further, row, position + further, kv_head, i % parts, parts, space, lane);
+    }
+  }
 
   // queries, rotated where the keys are and scaled, into shared memory, and the sum of each group
-  const float factor = !CODES || k_bits == 16 || compand > 0.f ? 1.f : code_factor(k_bits);
+  const float factor = !CODES || kPlain || k_bits == 16 || compand > 0.f ? 1.f : code_factor(k_bits);
   const float scale = a.scale * factor * (a.softcap > 0.f ? 1.f : kLog2e);
   uint16_t* query = (uint16_t*)shared;
   float* query_sum = (float*)(shared + kColumns * half_pitch(D) * 2);
+  const float weight = kPlain && kBits == 4 && lane % 2 == 0 ? 16.f : 1.f;  // makes up for codes that count 16 times
+  const int place_of_dim = query_place(k_bits, kPlain, lane);
+#pragma unroll 1
+  for (int r = warp; r < kColumns; r += kDecodeWarps) {
+    if (r >= rows) {
 #pragma unroll
-  for (int j = 0; j < kMine; j++) {
-    const int r = warp + j * kDecodeWarps;
-    if (p.fresh.k && r < rows) rotate_head(head[j], p, p.fresh.q_norm, space, lane);
+      for (int group = 0; group < kGroups; group++) query[r * half_pitch(D) + group * 32 + lane] = 0;
+      if (kAny && lane < kGroups) query_sum[r * kGroups + lane] = 0.f;
+      continue;
+    }
+    if (r != warp) load_query(r);
+    if (p.fresh.k) rotate_head(head, p, p.fresh.q_norm, space, lane);
 #pragma unroll
     for (int group = 0; group < kGroups; group++) {
-      float v = head[j].v[group];
+      float v = head.v[group];
       if (CODES && k_bits != 16) v = hadamard32(v);
-      const uint16_t h = float_to_half(v * scale);
-      query[r * half_pitch(D) + group * 32 + lane] = h;
-      if (CODES) {
+      const uint16_t h = float_to_half(v * (scale * weight));
+      query[r * half_pitch(D) + group * 32 + place_of_dim] = h;
+      if (kAny) {
         const float sum = warp_sum(half_to_float(h));
         if (lane == 0) query_sum[r * kGroups + group] = sum;
       }
     }
   }
+  if (threadIdx.x == 0) {
+    merges = begun == active - 1;
+    if (merges) *counter = 0;
+  }
   __syncthreads();
-  if (!early)
-    for (int i = 0; i < stages - 1; i++) fetch(i);
+  fetch_first(stages, highest + kRun);
   Queries<D> queries;
 #pragma unroll
-  for (int s = 0; s < kTiles; s++)
+  for (int s = 0; s < kTiles; s += 2) {
+    uint32_t both[4];
+    ptx::load_matrices(both, query + (lane & 7) * half_pitch(D) + s * 16 + (lane >> 3) * 8);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const uint16_t* from = query + g * half_pitch(D);
-      if (!CODES || k_bits == 16) {
-        queries.operand[s][h] = *(const uint32_t*)(from + s * 16 + h * 8 + 2 * q);
-      } else {
-        const int i = 2 * (s % 2) + h;
-        from += s / 2 * 32;
-        queries.operand[s][h] = from[key_dim(k_bits, q, i, 0)] | (uint32_t)from[key_dim(k_bits, q, i, 1)] << 16;
-      }
+    for (int i = 0; i < 4; i++) queries.operand[s + i / 2][i % 2] = both[i];
+  }
+  if constexpr (kPlain) {
+    const uint32_t ones = 0x3c003c00u, more = kBits == 4 ? 0x4c004c00u : ones;  // 1 and 16
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int s = 2 * group; s < 2 * group + 2; s++) ptx::mma(sum, ones, ones, more, more, queries.operand[s][0], queries.operand[s][1]);
+#pragma unroll
+      for (int h = 0; h < 2; h++) queries.start[group][h] = -plain_middle(kBits) / kPlainOne * sum[h];
     }
-  if constexpr (CODES) {
+  } else if constexpr (CODES) {
     const float per_sum = compand > 0.f || k_bits == 16 ? 0.f : code_add(k_bits) / code_factor(k_bits);
     float offset[2], whole[2];
 #pragma unroll
@@ -329,11 +210,9 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
   for (int t = 0; t < kTiles; t++)
 #pragma unroll
     for (int e = 0; e < 4; e++) out[t][e] = 0.f;
-  int stage = 0, fill = stages - 1;
+  int stage = 0;
   for (; at <= highest; at += step) {
-    fetch(fill);
-    if (++fill == stages) fill = 0;
-    if (!EXL3_MUCH_SHARED && stages == 1)
+    if (stages == 1)
       ptx::copy_wait<0>();
     else if (stages == 2)
       ptx::copy_wait<1>();
@@ -344,7 +223,6 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
     __syncwarp();
     const uint8_t* k_tile = ring + stage * stage_bytes;
     const uint8_t* v_tile = k_tile + k_side.bytes;
-    if (++stage == stages) stage = 0;
     const int64_t place = D % 64 && CODES ? (int64_t)table[at / EXL3_PAGE] * EXL3_PAGE + at % EXL3_PAGE : 0;
     auto scales = [&](const uint8_t* tile, int side, int r) { return scales_of<D>(tile, side ? v_side : k_side, r, place, c.kv_heads, kv_head); };
 
@@ -353,7 +231,15 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
     for (int u = 0; u < kSubs; u++)
 #pragma unroll
       for (int e = 0; e < 4; e++) score[u][e] = 0.f;
-    if (!CODES || k_bits == 16) {
+    if constexpr (kPlain) {
+#pragma unroll
+      for (int u = 0; u < kSubs; u++) {
+        const int r = u * 16 + g;
+        scores_of_plain<D, kBits>(k_tile + u * 16 * k_side.pitch, queries, scales(k_tile, 0, r), scales(k_tile, 0, r + 8), lane, score[u]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) score[u][e] *= kPlainOne / plain_weight(kBits, 1) * plain_step(kBits);
+      }
+    } else if (!CODES || k_bits == 16) {
 #pragma unroll
       for (int u = 0; u < kSubs; u++) scores_of_halves<D>(k_tile + u * 16 * half_pitch(D) * 2, queries, lane, score[u]);
     } else {
@@ -364,11 +250,13 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
       EXL3_BY_BITS(k_bits, EXL3_CALL)
 #undef EXL3_CALL
     }
-    if (a.softcap > 0.f)
+    if (a.softcap > 0.f) {  // times the hyperbolic tangent, 1 - 2 / (1 + e^2x): short, as it stands in the middle of the loop
+      const float most = a.softcap * kLog2e, inner = __fdividef(2.f * kLog2e, a.softcap);
 #pragma unroll
       for (int u = 0; u < kSubs; u++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) score[u][e] = a.softcap * kLog2e * hyperbolic_tangent(score[u][e] / a.softcap);
+        for (int e = 0; e < 4; e++) score[u][e] = most - __fdividef(2.f * most, 1.f + ptx::exp2(score[u][e] * inner));
+    }
     if (at + kRun - 1 > position || (a.window > 0 && at <= highest - a.window))
 #pragma unroll
       for (int u = 0; u < kSubs; u++)
@@ -410,7 +298,14 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
       weights[u][0] = ptx::transpose(ptx::pack(score[u][0], score[u][1]));
       weights[u][1] = ptx::transpose(ptx::pack(score[u][2], score[u][3]));
     }
-    if (!CODES || v_bits == 16) {
+    if constexpr (kPlain) {
+#pragma unroll
+      for (int u = 0; u < kSubs; u++) {
+        const int r = u * 16 + 2 * q;
+        const uint16_t* const scale[4] = {scales(v_tile, 1, r), scales(v_tile, 1, r + 1), scales(v_tile, 1, r + 8), scales(v_tile, 1, r + 9)};
+        sums_of_plain<D, kBits>(v_tile + u * 16 * v_side.pitch, scale, lane, weights[u], out, rest[0]);
+      }
+    } else if (!CODES || v_bits == 16) {
 #pragma unroll
       for (int u = 0; u < kSubs; u++) sums_of_halves<D>(v_tile + u * 16 * half_pitch(D) * 2, lane, weights[u], out);
     } else {
@@ -424,10 +319,13 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
 #undef EXL3_CALL
     }
     __syncwarp();
+    if (ahead <= highest) fetch(stage);
+    ptx::copy_commit();
+    if (++stage == stages) stage = 0;
   }
   ptx::copy_wait<0>();
 
-  // the warps' sums: [warp][row][D + 4] floats over the ring
+  // the warps' sums: [warp][row][kRowFloats] floats over the ring
   constexpr int kRowFloats = D + 4, kWarpFloats = kColumns * kRowFloats;
   float* merge = (float*)(shared + decode_ring(D));
   __syncthreads();
@@ -436,12 +334,26 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
 #pragma unroll
     for (int m = 4; m < 32; m <<= 1) total[h] += __shfl_xor_sync(~0u, total[h], m);
     float* mine = merge + warp * kWarpFloats + (2 * q + h) * kRowFloats;
-    const float factor = !CODES || v_bits == 16 || compand > 0.f ? 1.f : code_factor(v_bits);
+    if constexpr (kPlain) {
 #pragma unroll
-    for (int t = 0; t < kTiles; t++) {
-      const float more = rest[t / (2 * kSuper<D>)][h];
-      mine[value_dim<D>(v_bits, g, t, 0)] = (out[t][h] + more) * factor;
-      mine[value_dim<D>(v_bits, g, t, 1)] = (out[t][h + 2] + more) * factor;
+      for (int t = 0; t < kTiles; t += kPairs<kBits> / 2) {  // a matrix: kPairs dims on end
+        constexpr float kStep = plain_step(kBits), kEven = kPlainOne * kStep, kOdd = kEven / plain_weight(kBits, 1);
+        const float more = -plain_middle(kBits) * kStep * __shfl_sync(~0u, rest[0][h], t / 2 * 4 + q);
+        float* to = mine + value_dim<D>(kBits, true, g, t, 0);
+        if constexpr (kBits == 4)
+          *(float4*)to = make_float4(fmaf(out[t][h], kEven, more), fmaf(out[t][h + 2], kOdd, more), fmaf(out[t + 1][h], kEven, more),
+                                     fmaf(out[t + 1][h + 2], kOdd, more));
+        else
+          *(float2*)to = make_float2(fmaf(out[t][h], kEven, more), fmaf(out[t][h + 2], kOdd, more));
+      }
+    } else {
+      const float factor = !CODES || v_bits == 16 || compand > 0.f ? 1.f : code_factor(v_bits);
+#pragma unroll
+      for (int t = 0; t < kTiles; t++) {
+        const float more = rest[t / (2 * kSuper<D>)][h];
+        mine[value_dim<D>(v_bits, false, g, t, 0)] = (out[t][h] + more) * factor;
+        mine[value_dim<D>(v_bits, false, g, t, 1)] = (out[t][h + 2] + more) * factor;
+      }
     }
     if (g == 0) {
       mine[D] = best[h];
@@ -449,86 +361,7 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, D > 128 ? 2 : KIND == kAnyC
     }
   }
   __syncthreads();
-  auto finish = [&](int of_token, int head, int d, float (&v)[4], float all) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) v[e] = all > 0.f ? v[e] / all : 0.f;
-    if (CODES && v_bits != 16) hadamard32_of_four(v);
-    if (d < D)
-#pragma unroll
-      for (int e = 0; e < 4; e++) store(a.y, of_token * a.y_stride + (int64_t)head * D + d + e, a.dtype, v[e]);
-  };
-  // one row a warp
-  for (int r = warp; r < rows; r += kDecodeWarps) {
-    const int of_token = token + r / heads, head = head0 + r % heads;
-    const bool to_output = active == 1;
-    const float* part = merge + r * kRowFloats;
-    const float sink = to_output && a.sinks ? a.sinks[head] * kLog2e : kNothing;
-    float most = sink, weight[kDecodeWarps];
-#pragma unroll
-    for (int n = 0; n < kDecodeWarps; n++) most = fmaxf(most, part[n * kWarpFloats + D]);
-    float all = to_output && a.sinks ? ptx::exp2(sink - most) : 0.f;
-#pragma unroll
-    for (int n = 0; n < kDecodeWarps; n++) {
-      weight[n] = ptx::exp2(part[n * kWarpFloats + D] - most);
-      all += part[n * kWarpFloats + D + 1] * weight[n];
-    }
-    const int64_t slot = ((int64_t)of_token * a.heads + head) * p.splits + split;
-#pragma unroll
-    for (int first = 0; first < D; first += 128) {
-      const int d = first + 4 * lane;
-      float v[4] = {0.f, 0.f, 0.f, 0.f};
-      if (d < D)
-#pragma unroll
-        for (int n = 0; n < kDecodeWarps; n++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) v[e] += weight[n] * part[n * kWarpFloats + d + e];
-      if (to_output)
-        finish(of_token, head, d, v, all);
-      else if (d < D)
-        *(float4*)(p.partial + slot * D + d) = make_float4(v[0], v[1], v[2], v[3]);
-    }
-    if (!to_output && lane == 0) *(float2*)(p.stats + slot * 2) = make_float2(most, all);
-  }
-  if (active == 1) return;
-
-  __threadfence();
-  __syncthreads();
-  int32_t* counter = p.counters + (int64_t)token * gridDim.y + blockIdx.y;
-  if (threadIdx.x == 0) last_arrived = atomicAdd(counter, 1) == active - 1;
-  __syncthreads();
-  if (!last_arrived) return;
-  if (threadIdx.x == 0) *counter = 0;
-  __threadfence();
-  for (int r = warp; r < rows; r += kDecodeWarps) {
-    const int of_token = token + r / heads, head = head0 + r % heads;
-    const int64_t slot = ((int64_t)of_token * a.heads + head) * p.splits;
-    constexpr int kEach = kMostSplits / 32;
-    float most[kEach], sum[kEach], weight[kEach], top = a.sinks ? a.sinks[head] * kLog2e : kNothing;
-    const float sink = top;
-#pragma unroll
-    for (int h = 0; h < kEach; h++) {
-      const int n = lane + 32 * h;
-      const float2 both = n < active ? *(const float2*)(p.stats + (slot + n) * 2) : make_float2(kNothing, 0.f);
-      most[h] = both.x;
-      sum[h] = both.y;
-      top = fmaxf(top, most[h]);
-    }
-    top = warp_max(top);
-    float all = 0.f;
-#pragma unroll
-    for (int h = 0; h < kEach; h++) {
-      weight[h] = ptx::exp2(most[h] - top);
-      all += sum[h] * weight[h];
-    }
-    all = warp_sum(all) + (a.sinks ? ptx::exp2(sink - top) : 0.f);
-    add_parts<D>(
-        active, lane, [&](int n) { return p.partial + (slot + n) * D; },
-        [&](int n) {
-          const float w = n < 64 ? (n < 32 ? weight[0] : weight[1]) : (n < 96 ? weight[2] : weight[3]);
-          return __shfl_sync(~0u, w, n & 31);
-        },
-        [&](int d, float(&v)[4]) { finish(of_token, head, d, v, all); });
-  }
+  merge_rows<D, CODES>(p, merge, token, head0, heads, rows, split, active, merges, v_bits);
 #endif
 }
 

@@ -81,6 +81,38 @@ __device__ __forceinline__ void copy_side(uint8_t* tile, const void* data, int p
   const uint8_t* from = (const uint8_t*)data + (int64_t)page * (EXL3_PAGE * stride) + in_page * stride + kv_head * kSide.row_bytes;
   copy_rows<kSide.piece, kSide.pieces, kSide.pitch, ROWS, THREADS>(tile, from, stride, valid, thread);
 }
+// A warp's copies of ROWS positions of PIECES pieces of BYTES each, PITCH bytes apart in shared memory.
+template <int BYTES, int PIECES, int PITCH, int ROWS>
+struct RowCopy {
+  static constexpr int kRows = 32 / PIECES;  // at once
+  const uint8_t* from;                       // of position 0
+  int to, row, stride;
+
+  __device__ __forceinline__ RowCopy(const void* data, int kv_heads, int kv_head, int lane) {
+    row = lane / PIECES;
+    stride = kv_heads * (PIECES * BYTES);
+    from = (const uint8_t*)data + (int64_t)(row * kv_heads + kv_head) * (PIECES * BYTES) + lane % PIECES * BYTES;
+    to = row * PITCH + lane % PIECES * BYTES;
+    if (row >= kRows) row = 1 << 20;
+  }
+  // From position `place` of the cache on; rows from `valid` on are zeros.
+  __device__ __forceinline__ void operator()(uint8_t* tile, int place, int valid) const {
+    const uint8_t* source = from + (int64_t)place * stride;
+    uint8_t* target = tile + to;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += kRows) {
+      if ((kRows * PIECES == 32 && ROWS % kRows == 0) || row + r < ROWS)
+        ptx::copy_or_zero_of_all<BYTES>(target + r * PITCH, source, row + r < valid);
+      source += kRows * stride;
+    }
+  }
+};
+// Of a side of BITS (16: fp16), and of its scales where they are whole words.
+template <int D, int BITS, int ROWS>
+using SideRows = RowCopy<make_side(D, BITS, ROWS, 32).piece, make_side(D, BITS, ROWS, 32).pieces, make_side(D, BITS, ROWS, 32).pitch, ROWS>;
+template <int D, int ROWS>
+using ScaleRows = RowCopy<D % 128 == 64 ? 4 : D / 16 < 16 ? D / 16 : 16, D % 128 == 64 ? D / 64 : D / 16 < 16 ? 1 : D / 256, D / 16, ROWS>;
+
 // The scales of a quantized side's ROWS positions.
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_scales(uint8_t* tile, const AttentionSide& s, const void* scales, int page, int in_page, int kv_heads,

@@ -17,18 +17,29 @@ struct Head {
 };
 template <int D>
 __device__ __forceinline__ void load_head(Head<D>& h, const AttentionParams& p, const void* x, int64_t at, int token, int lane) {
+  if (p.a.dtype == EXL3_F32) {
+    const float* from = (const float*)x + at + lane;
 #pragma unroll
-  for (int g = 0; g < D / 32; g++) h.v[g] = load(x, at + g * 32 + lane, p.a.dtype);
+    for (int g = 0; g < D / 32; g++) h.v[g] = from[g * 32];
+  } else {
+    const uint16_t* from = (const uint16_t*)x + at + lane;
+    uint16_t raw[D / 32];
+#pragma unroll
+    for (int g = 0; g < D / 32; g++) raw[g] = from[g * 32];
+#pragma unroll
+    for (int g = 0; g < D / 32; g++) h.v[g] = p.a.dtype == EXL3_F16 ? half_to_float(raw[g]) : bfloat_to_float(raw[g]);
+  }
   const AttentionFresh& f = p.fresh;
   if (!f.cos) return;
   const int half = f.rotary_dim / 2;
+  const float *cos = f.cos + (int64_t)token * half, *sin = f.sin + (int64_t)token * half;
 #pragma unroll
   for (int g = 0; g < D / 32; g++) {
     const int i = g * 32 + lane;
     if (i >= f.rotary_dim) continue;
-    const int64_t of = (int64_t)token * half + (f.interleaved ? i / 2 : i < half ? i : i - half);
-    h.cos[g] = f.cos[of];
-    h.sin[g] = f.sin[of];
+    const int of = f.interleaved ? i / 2 : i < half ? i : i - half;
+    h.cos[g] = cos[of];
+    h.sin[g] = sin[of];
   }
 }
 __device__ __forceinline__ float rounded(float v, int dtype) {
@@ -77,19 +88,21 @@ __device__ __forceinline__ int tokens_before(const exl3_attention_args& a, int t
   return count;
 }
 
-// Appends one side (0 keys, 1 values) of a token's head. One warp.
+// Appends groups `part`, part + parts ... of one side (0 keys, 1 values) of a token's head. One warp.
 template <int D>
-__device__ __forceinline__ void append_head(const AttentionParams& p, int side, int bits, int token, int row, int position, int kv_head,
-                                            float* space, int lane) {
+__device__ __forceinline__ void append_head(const AttentionParams& p, const exl3_cache_layer& c, int side, int bits, int token, int row,
+                                            int position, int kv_head, int part, int parts, float* space, int lane) {
   const AttentionFresh& f = p.fresh;
-  const exl3_cache_layer& c = p.a.cache;
   const int64_t page = p.a.block_table[(int64_t)row * p.a.table_stride + position / EXL3_PAGE];
   Head<D> h;
   load_head(h, p, side ? f.v : f.k, token * (side ? f.v_stride : f.k_stride) + (int64_t)kv_head * D, token, lane);
   if (side == 0) rotate_head(h, p, f.k_norm, space, lane);
   const int64_t place = page * EXL3_PAGE + position % EXL3_PAGE;
+  __syncwarp();
 #pragma unroll
-  for (int g = 0; g < D / 32; g++) store_group(c, side, bits, place, c.kv_heads * (D / 32), kv_head * (D / 32) + g, h.v[g]);
+  for (int g = 0; g < D / 32; g++) space[g * 32 + lane] = h.v[g];
+#pragma unroll 1
+  for (int g = part; g < D / 32; g += parts) store_group(c, side, bits, place, c.kv_heads * (D / 32), kv_head * (D / 32) + g, space[g * 32 + lane]);
 }
 
 }  // namespace exl3

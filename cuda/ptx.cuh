@@ -129,6 +129,16 @@ __device__ __forceinline__ void copy_or_zero(void* shared, const void* global, b
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(n) : "memory");
 }
+// The same, and the 256 bytes around it go to the L2 cache: other blocks take the rest.
+template <int BYTES>
+__device__ __forceinline__ void copy_or_zero_of_all(void* shared, const void* global, bool there) {
+  const int n = there ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(n) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(n)
+                 : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {

@@ -182,6 +182,10 @@ void copy_or_zero(void* to, const void* from, bool there) {
   else
     memset(to, 0, BYTES);
 }
+template <int BYTES>
+void copy_or_zero_of_all(void* to, const void* from, bool there) {
+  copy_or_zero<BYTES>(to, from, there);
+}
 inline void copy_commit() {}
 template <int LEFT>
 void copy_wait() {}

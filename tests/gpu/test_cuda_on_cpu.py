@@ -18,7 +18,10 @@ from exl3.ops import blocks, reference
 
 HERE = Path(__file__).parent
 
-ATTENTION = [f"attention{name}" for name in (".h", "_codes.cuh", "_fetch.cuh", "_fresh.cuh", "_decode.cuh", "_prefill.cuh", ".cu")]
+ATTENTION = [
+    f"attention{name}"
+    for name in (".h", *(f"_{part}.cuh" for part in ("codes", "fetch", "fresh", "products", "merge", "decode", "prefill")), ".cu")
+]
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +173,13 @@ def test_cache_read(emulated: Library, read: ctypes.CDLL, bits: tuple[int, int],
 )
 def test_prefill(attention: WithAttention, dim: int, heads: int, kv: int, bits: tuple[int, int], options: dict[str, Any]) -> None:
     test_attention_on_card.check(attention, dim, heads, kv, bits, test_attention_on_card.CHUNKS, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dim", [64, 96, 192, 256])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_as_operands(attention: WithAttention, dim: int, bits: int) -> None:
+    """Head sizes with an odd number of groups or several reads a position; rows of one and of several splits."""
+    test_attention_on_card.check(attention, dim, 4, 2, (bits, bits), [(505, 3), (39, 1)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", test_attention_on_card.FRESH[1:10:2], ids=str)
