@@ -1,169 +1,187 @@
 // What follows the products of one part of a block's run: sums of the warps, their way to the block that finishes the unit, the epilogue.
 #pragma once
-#include "even_input.cuh"
+#include "even_ring.cuh"
+#include "rotate.cuh"
 
 namespace exl3::even {
 
 // Sums of the block of 128 columns of one row from one thread block to another; the receiver leaves zeros.
 __device__ __forceinline__ float never_zero(float v) { return __float_as_uint(v) == 0 ? -0.f : v; }
-__device__ __forceinline__ void send(float* to, const float (&v)[4]) {
+__device__ __forceinline__ void send(float* to, const float* v) {
   ptx::store_relaxed(to, make_float4(never_zero(v[0]), never_zero(v[1]), never_zero(v[2]), never_zero(v[3])));
 }
-__device__ __forceinline__ float4 receive(float* from) {
-  float4 v;
-  do v = ptx::load_relaxed(from);
-  while (__float_as_uint(v.x) == 0 || __float_as_uint(v.y) == 0 || __float_as_uint(v.z) == 0 || __float_as_uint(v.w) == 0);
+// `v`: what a first look has found.
+__device__ __forceinline__ float4 receive(float* from, float4 v) {
+  while (__float_as_uint(v.x) == 0 || __float_as_uint(v.y) == 0 || __float_as_uint(v.z) == 0 || __float_as_uint(v.w) == 0)
+    v = ptx::load_relaxed(from);
   *(float4*)from = make_float4(0.f, 0.f, 0.f, 0.f);
   return v;
 }
 
 static __device__ __noinline__ float activate_one(float v, int activation) { return activate(v, activation, nullptr); }
-static __device__ __noinline__ void store_slowly(void* y, int column, int columns, int dtype, bool add, float4 v) {
+static __device__ __noinline__ float4 load_bias(const float* bias, int column, int columns) { return load_norm(bias, column, columns); }
+// Four columns of a row to y.
+static __device__ __noinline__ void store_columns(void* y, int column, int columns, int dtype, bool add, float4 v) {
   const float all[4] = {v.x, v.y, v.z, v.w};
   for (int e = 0; e < 4 && column + e < columns; e++) store(y, column + e, dtype, add ? ((const float*)y)[column + e] + all[e] : all[e]);
 }
 
-// The part of a block's run of work that lies in one matrix and column group.
-struct Part {
-  const uint8_t* weights;  // of its first block of 128 inputs
-  const uint8_t* inputs;   // operands that go with them, where they are in memory
-  int32_t pitch;           // bytes from the weights of one block of inputs to those of the next
-  int32_t from, count;     // blocks of inputs
-  int32_t unit, matrix;
-};
-static_assert(sizeof(Part) <= kPartBytes);
-
-// Part i of a run: units from the last to the first, in each the segments in turn. Some may be empty.
-__device__ __forceinline__ Part part_of_run(const EvenParams& p, int k2, int begin, int end, int i) {
-  const int length = p.segments * p.blocks, segment = p.segments > 1 ? i & 1 : 0;
-  Part part;
-  part.unit = (end - 1) / length - (p.segments > 1 ? i >> 1 : i);
-  const int start = part.unit * length + segment * p.blocks;
-  part.from = max(begin - start, 0);
-  part.count = max(min(end - start, p.blocks) - part.from, 0);
-  part.matrix = segment;
-  if (p.segments == 1)
-    while (part.matrix + 1 < p.count && part.unit >= p.first_group[part.matrix + 1]) part.matrix++;
-  const ProductMatrix& w = p.matrix[part.matrix];
-  const int group = part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix]);
-  part.pitch = w.columns * 128 * k2;
-  part.weights = w.trellis + (int64_t)part.from * part.pitch + (int64_t)group * 128 * k2;
-  part.inputs = p.image + (p.rotations > 1 ? part.matrix : 0) * p.image_stride + (int64_t)part.from * 8 * p.columns * 32;
-  return part;
+// Sums of a part in a warp's registers, d[4j .. 4j+3]: columns g, g, g+8, g+8 of its sixteen, rows 8j + 2q and 8j + 2q + 1 in turn.
+// They travel as they are.
+__device__ __forceinline__ bool is_live(const EvenParams& p, int j) { return j * 8 + 2 * (threadIdx.x % 4) < p.rows; }
+template <int NB>
+__device__ __forceinline__ float* parcel(const EvenParams& p, int block, int segment, int j) {
+  return p.inbox + ((int64_t)((block * p.segments + segment) * NB + j) * 32 * kWarps + threadIdx.x) * 4;
+}
+template <int NB>
+__device__ __forceinline__ void add_received(const EvenParams& p, int unit, int segment, float (&d)[4 * NB]) {
+  const int start = (unit * p.segments + segment) * p.blocks;
+  constexpr int kAtOnce = 8 / NB;  // blocks: many loads are on their way at a time
+#pragma unroll 1
+  for (int other = (int)blockIdx.x - 1; first_work(p, other + 1) > start; other -= kAtOnce) {  // nearest first
+    float4 v[kAtOnce][NB];
+    bool has[kAtOnce];
+#pragma unroll
+    for (int o = 0; o < kAtOnce; o++) {
+      has[o] = first_work(p, other - o + 1) > start && first_work(p, other - o) < start + p.blocks;
+#pragma unroll
+      for (int j = 0; j < NB; j++)
+        if (has[o] && is_live(p, j)) v[o][j] = ptx::load_relaxed(parcel<NB>(p, other - o, segment, j));
+    }
+#pragma unroll
+    for (int o = 0; o < kAtOnce; o++)
+#pragma unroll
+      for (int j = 0; j < NB; j++)
+        if (has[o] && is_live(p, j)) {
+          const float4 u = receive(parcel<NB>(p, other - o, segment, j), v[o][j]);
+          d[4 * j] += u.x, d[4 * j + 1] += u.y, d[4 * j + 2] += u.z, d[4 * j + 3] += u.w;
+        }
+  }
 }
 
-// After part i of the run, whose warps' sums lie in the exchange area. Every thread of the block calls it.
+// The epilogue of a unit whose sums lie in `area`, [segment, up first][row][column]: scales, Hadamard transform, activation, store.
 template <int MODE, int NB>
-__device__ __forceinline__ void finish_part(const EvenParams& p, int k2, uint8_t* shared, int i, int turn) {
-  constexpr int kDown = kWarps / warps_across(NB), kSlots = exchange_slots(NB);
-  const EvenShared layout = even_shared(p, k2, NB);
+__device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& part, int segment, const float* area) {
+  constexpr int kEach = NB < 4 ? NB : 4, kArea = 8 * NB * kPitch;  // rows of a warp at a time; words of a segment
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int block = blockIdx.x, begin = first_work(p, block), end = first_work(p, block + 1), length = p.segments * p.blocks;
-  const Part& part = ((const Part*)(shared + layout.parts))[i];
-  const int unit = part.unit, count = part.count, m = part.matrix, segment = p.segments > 1 ? i & 1 : 0;
-  const bool sends = end < (unit + 1) * length;  // another block finishes the unit
-  const float* exchange = (const float*)(shared + layout.exchange);
-  const RowInput* inputs = (const RowInput*)(shared + layout.scales) + turn * p.segments * p.rows;
-  float* held = (float*)(shared + layout.held);
-  if (count > 0)
-    for (int row = warp; row < p.rows; row += kWarps) {
-      float v[4] = {};
+  const int group = p.segments > 1 ? part.unit : part.unit - p.first_group[part.matrix], column = group * 128 + 4 * lane;
+  // what belongs to a segment: output scales, and scale and sums of one of the warp's rows, by lane
+  uint2 svh;
+  float scale, shift;
+  auto fetch = [&](int s) {
+    const int m = part.matrix - segment + s, row = (lane / kEach * kWarps + warp) * kEach + lane % kEach;
+    svh = *(const uint2*)(p.matrix[m].svh + column);
+    scale = shift = 0.f;
+    if (lane < 2 * kEach && row < p.rows) {
+      const RowInput& in = p.inputs[(int64_t)(p.rotations > 1 ? m : 0) * p.all_rows + p.row0 + row];
+      scale = in.scale;
 #pragma unroll
-      for (int s = 0; s < kSlots; s++) {
-        const float4 f = *(const float4*)(exchange + (s * p.columns + row) * kPitch + 4 * lane);
-        v[0] += f.x;
-        v[1] += f.y;
-        v[2] += f.z;
-        v[3] += f.w;
-      }
-      if (sends)
-        send(p.inbox + ((int64_t)(block * p.segments + segment) * p.rows + row) * 128 + 4 * lane, v);
-      else
-        *(float4*)(held + (segment * p.rows + row) * 128 + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
+      for (int k = 0; k < kMostParts; k++) shift += in.sums[k];
     }
-  if (count == 0 && !sends && segment == 0)  // nothing of the first segment here, its sums come from others
-    for (int row = warp; row < p.rows; row += kWarps) *(float4*)(held + row * 128 + 4 * lane) = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (sends || segment + 1 < p.segments) return;
-
-  // sums of the blocks with the unit's earlier parts, nearest first; then rotate, scale, bias, activation
-  const int unit_at = unit * length, m0 = m - segment;
-  int others = 0;
-  if (begin > unit_at) do
-      others++;
-    while (first_work(p, block - others) > unit_at);
-  const int parcels = others * p.segments * p.rows, places = (layout.held - layout.exchange) / 512;
-  float* arrived = (float*)(shared + layout.exchange);
-  for (int done = 0; done < parcels; done += places) {
-    __syncthreads();  // the area is free
-    const int some = min(parcels - done, places);
-    for (int n = warp; n < some; n += kWarps) {
-      const int row = (done + n) % p.rows, which = (done + n) / p.rows, s = p.segments > 1 ? which & 1 : 0;
-      const int other = block - 1 - (p.segments > 1 ? which >> 1 : which), start = unit_at + s * p.blocks;
-      const bool has = max(first_work(p, other), start) < min(first_work(p, other + 1), start + p.blocks);
-      *(float4*)(arrived + n * 128 + 4 * lane) =
-          has ? receive(p.inbox + ((int64_t)(other * p.segments + s) * p.rows + row) * 128 + 4 * lane) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-    __syncthreads();
-    for (int row = warp; row < p.rows; row += kWarps)
-      for (int n = (row - done % p.rows + p.rows) % p.rows; n < some; n += p.rows) {
-        const int s = p.segments > 1 ? (done + n) / p.rows & 1 : 0;
-        const float4 parcel = *(const float4*)(arrived + n * 128 + 4 * lane);
-        float4& sum = *(float4*)(held + (s * p.rows + row) * 128 + 4 * lane);
-        sum = make_float4(sum.x + parcel.x, sum.y + parcel.y, sum.z + parcel.z, sum.w + parcel.w);
-      }
-  }
-  const ProductMatrix& w = p.matrix[m0];
-  const int column = (p.segments > 1 ? unit : unit - p.first_group[m0]) * 128 + 4 * lane;
+  };
+  fetch(0);
+  ptx::named_sync(2, 32 * kWarps);
   const LaneSigns signs;
-  for (int row = warp; row < p.rows; row += kWarps) {
-    float v[4], gate[4];
+  const ProductMatrix& out = p.matrix[part.matrix - segment];
+  const bool plain = p.y_dtype != EXL3_BF16 && (p.segments == 1 || p.activation == EXL3_ACT_SILU) && ((uintptr_t)out.y & 15) == 0 &&
+                     out.y_stride % 4 == 0 && group * 128 + 128 <= out.out_features;
+#pragma unroll 1
+  for (int turn = 0; turn * kWarps * kEach < p.rows; turn++) {
+    const int first = (turn * kWarps + warp) * kEach;
+    float v[kEach][4], gate[kEach][4];
+#pragma unroll 1
     for (int s = 0; s < p.segments; s++) {
-      const ProductMatrix& w = p.matrix[m0 + s];
-      const uint2 h = *(const uint2*)(w.svh + column);
-      const float4 total = *(const float4*)(held + (s * p.rows + row) * 128 + 4 * lane);
-      v[0] = total.x, v[1] = total.y, v[2] = total.z, v[3] = total.w;
-      const RowInput& input = inputs[s * p.rows + row];
-      if (MODE == kDecodeBytes) {
-        float sum = 0.f;
+      const ProductMatrix& w = p.matrix[part.matrix - segment + s];
+      if (p.segments > 1 && (s > 0 || turn > 0)) fetch(s);
+      const float2 low = __half22float2(*(const __half2*)&svh.x), high = __half22float2(*(const __half2*)&svh.y);
+      const float svhs[4] = {low.x * HADAMARD128_SCALE, low.y * HADAMARD128_SCALE, high.x * HADAMARD128_SCALE, high.y * HADAMARD128_SCALE};
 #pragma unroll
-        for (int k = 0; k < kRowParts; k++) sum += input.sums[k];
+      for (int r = 0; r < kEach; r++) {
+        if (s > 0)
 #pragma unroll
-        for (int e = 0; e < 4; e++) v[e] = kMul1Scale * v[e] + kMul1Shift * sum;
+          for (int e = 0; e < 4; e++) gate[r][e] = v[r][e];
+        const float4 sum = *(const float4*)(area + (s < segment ? kArea : 0) + (first + r) * kPitch + 4 * lane);
+        v[r][0] = sum.x, v[r][1] = sum.y, v[r][2] = sum.z, v[r][3] = sum.w;
+        const float row_scale = __shfl_sync(~0u, scale, turn * kEach + r), row_shift = __shfl_sync(~0u, shift, turn * kEach + r);
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[r][e] = (MODE == kDecodeBytes ? kMul1Scale * v[r][e] + kMul1Shift * row_shift : v[r][e]) * row_scale;
       }
 #pragma unroll
-      for (int e = 0; e < 4; e++) v[e] *= input.scale;
-      quick_hadamard128(v, signs);
-      const float2 low = __half22float2(*(const __half2*)&h.x), high = __half22float2(*(const __half2*)&h.y);
-      v[0] *= low.x * HADAMARD128_SCALE;
-      v[1] *= low.y * HADAMARD128_SCALE;
-      v[2] *= high.x * HADAMARD128_SCALE;
-      v[3] *= high.y * HADAMARD128_SCALE;
+      for (int r = 0; r < kEach; r++) quick_hadamard128(v[r], signs);
+#pragma unroll
+      for (int r = 0; r < kEach; r++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[r][e] *= svhs[e];
       if (w.bias) {
-        const float4 bias = load_norm(w.bias, column, w.out_features);
-        v[0] += bias.x, v[1] += bias.y, v[2] += bias.z, v[3] += bias.w;
-      }
-      if (p.segments > 1 && s == 0)
+        const float4 b = load_bias(w.bias, column, w.out_features);
 #pragma unroll
-        for (int e = 0; e < 4; e++) gate[e] = activate_one(v[e], p.activation);
+        for (int r = 0; r < kEach; r++) v[r][0] += b.x, v[r][1] += b.y, v[r][2] += b.z, v[r][3] += b.w;
+      }
     }
-    if (p.segments > 1)
 #pragma unroll
-      for (int e = 0; e < 4; e++) v[e] *= gate[e];
-    char* y = (char*)row_of(w.y, (int64_t)(p.row0 + row) * w.y_stride + column, p.y_dtype);
-    if (column + 4 > w.out_features || ((uintptr_t)y & 15) != 0 && (p.y_dtype == EXL3_F32 || ((uintptr_t)y & 7) != 0) || p.y_dtype == EXL3_BF16) {
-      store_slowly(y, 0, w.out_features - column, p.y_dtype, p.accumulate, make_float4(v[0], v[1], v[2], v[3]));
-    } else if (p.y_dtype == EXL3_F32) {
-      float4 all = make_float4(v[0], v[1], v[2], v[3]);
-      if (p.accumulate) {
-        const float4 before = *(const float4*)y;
-        all = make_float4(all.x + before.x, all.y + before.y, all.z + before.z, all.w + before.w);
+    for (int r = 0; r < kEach; r++) {
+      const int row = first + r;
+      if (row >= p.rows) break;
+      if (p.segments > 1) {
+        if (p.activation == EXL3_ACT_SILU)
+#pragma unroll
+          for (int e = 0; e < 4; e++) v[r][e] *= __fdividef(gate[r][e], 1.f + fast_exp(-gate[r][e]));
+        else
+          for (int e = 0; e < 4; e++) v[r][e] *= activate_one(gate[r][e], p.activation);
       }
-      *(float4*)y = all;
-    } else {
-      const __half2 h[2] = {__floats2half2_rn(v[0], v[1]), __floats2half2_rn(v[2], v[3])};
-      *(uint2*)y = *(const uint2*)h;
+      void* y = row_of(out.y, (int64_t)(p.row0 + row) * out.y_stride, p.y_dtype);
+      if (!plain) {
+        store_columns(y, column, out.out_features, p.y_dtype, p.accumulate, make_float4(v[r][0], v[r][1], v[r][2], v[r][3]));
+      } else if (p.y_dtype == EXL3_F16) {
+        const __half2 h[2] = {__floats2half2_rn(v[r][0], v[r][1]), __floats2half2_rn(v[r][2], v[r][3])};
+        *(uint2*)((uint16_t*)y + column) = *(const uint2*)h;
+      } else {
+        float4& to = *(float4*)((float*)y + column);
+        const float4 old = p.accumulate ? to : make_float4(0.f, 0.f, 0.f, 0.f);
+        to = make_float4(v[r][0] + old.x, v[r][1] + old.y, v[r][2] + old.z, v[r][3] + old.w);
+      }
     }
   }
+}
+
+// After part i of the run: its sums go to the block that finishes the unit; or those of others come, then the epilogue. All warps that
+// multiply call it.
+// A gate's sums wait in shared memory for those of up: so what others send of it comes in the meantime.
+template <int MODE, int NB>
+__device__ __forceinline__ void finish_part(const EvenParams& p, const Part& part, int i, float (&d)[4 * NB], float* area) {
+  constexpr int kCallers = 32 * kWarps, kArea = 8 * NB * kPitch;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, segment = p.segments > 1 ? i & 1 : 0;
+  if (part.sends) {
+    if (part.count > 0)
+#pragma unroll
+      for (int j = 0; j < NB; j++)
+        if (is_live(p, j)) send(parcel<NB>(p, blockIdx.x, segment, j), d + 4 * j);
+    return;
+  }
+  float4* waiting = (float4*)(area + kArea) + threadIdx.x;
+  if (segment + 1 < p.segments) {
+    ptx::named_sync(2, kCallers);  // the area is free
+#pragma unroll
+    for (int j = 0; j < NB; j++) waiting[j * kCallers] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+    return;
+  }
+#pragma unroll 1
+  for (int s = p.segments - 1; s >= 0; s--) {
+    if (s < segment)
+#pragma unroll
+      for (int j = 0; j < NB; j++) {
+        const float4 v = waiting[j * kCallers];
+        d[4 * j] = v.x, d[4 * j + 1] = v.y, d[4 * j + 2] = v.z, d[4 * j + 3] = v.w;
+      }
+    add_received<NB>(p, part.unit, s, d);
+    ptx::named_sync(2, kCallers);  // the area is free, and its waiting sums are read
+    float* to = area + (s < segment ? kArea : 0) + warp * 16 + g;
+#pragma unroll
+    for (int j = 0; j < NB; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) to[(j * 8 + 2 * q + (e & 1)) * kPitch + 8 * (e >> 1)] = d[4 * j + e];
+  }
+  finish_rows<MODE, NB>(p, part, segment, area);
 }
 
 }  // namespace exl3::even

@@ -152,6 +152,8 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
   p.count = f.count;
   p.segments = f.segments;
   p.rows = p.all_rows = a->rows;
+  p.row_parts = device.sms / (a->rows * f.rotations);
+  p.row_parts = p.row_parts < 1 ? 1 : p.row_parts < even::kMostParts ? p.row_parts : even::kMostParts;
   p.blocks = f.blocks;
   p.in_features = f.in_features;
   p.x_dtype = f.x_dtype;
@@ -173,7 +175,13 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
     p.columns = plan.blocks * 8;
     p.rows = a->rows < p.columns ? a->rows : p.columns;
   };
-  for (set(); plan.blocks > 2 && even::even_shared(p, k2, plan.blocks).total > device.shared_bytes; set()) plan.blocks /= 2;
+  p.stages = even::kCopiedStages;
+  for (set(); plan.blocks > 2 && even::even_shared(p, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
+  if (device.wide) {  // the ring may be as long as it likes, but leaves room for blocks of the next call's rotation
+    const even::EvenShared shared = even::even_shared(p, k2);
+    const int fit = p.stages + (device.shared_bytes - 8192 - shared.total) / shared.stage;
+    p.stages = fit < even::kMostStages ? fit : even::kMostStages;
+  }
   plan.passes = (a->rows + p.columns - 1) / p.columns;
   p.image_stride = (int64_t)plan.passes * p.blocks * 8 * p.columns * 32;
   int64_t at = zero_bytes(device);
@@ -266,13 +274,13 @@ static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, cons
   p.inbox = (float*)(space + kCounterBytes);
   p.inputs = (even::RowInput*)(space + plan.inputs);
   p.image = space + plan.image;
-  const dim3 prepare_grid(even::kRowParts, a->rows, p.rotations);
+  const dim3 prepare_grid(p.row_parts, a->rows, p.rotations);
   if (const int status = launch(even::prepare_even, prepare_grid, even::kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
-  const int shared = even::even_shared(p, k2, plan.blocks).total;
+  const int shared = even::even_shared(p, k2).total;
   for (int pass = 0; pass < plan.passes; pass++) {
     p.row0 = pass * p.columns;
     p.rows = plan.passes > 1 && a->rows - p.row0 > p.columns ? p.columns : a->rows - p.row0;
-    if (const int status = launch(entry->kernel, dim3(plan.grid), even::kWarps * 32, shared, 1, p, stream, "linear")) return status;
+    if (const int status = launch(entry->kernel, dim3(plan.grid), even::kThreads, shared, 1, p, stream, "linear")) return status;
     p.image += (int64_t)p.blocks * 8 * p.columns * 32;
   }
   return EXL3_OK;

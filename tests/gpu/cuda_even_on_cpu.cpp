@@ -13,23 +13,25 @@ static int run(EvenParams p, int blocks) {
   p.image_stride = (int64_t)p.blocks * 8 * p.columns * 32;
   std::vector<uint8_t> image(p.rotations * p.image_stride + 64, 0x7f);  // NaNs where nothing is written
   p.image = (uint8_t*)(((uintptr_t)image.data() + 63) & ~(uintptr_t)63);
+  p.row_parts = 1 + p.rows % kMostParts;
   std::vector<RowInput> inputs((size_t)p.rotations * p.rows);
   p.inputs = inputs.data();
   for (int rotation = 0; rotation < p.rotations; rotation++)
     for (int row = 0; row < p.rows; row++)
-      for (int part = 0; part < kRowParts; part++) {
+      for (int part = 0; part < p.row_parts; part++) {
         cuda_block = {part, row, rotation};
         run_cuda_block(even::kPrepareWarps * 32, [&] { prepare_even(p); });
       }
+  p.stages = kCopiedStages;
   const int work = p.first_group[p.count] * p.segments * p.blocks;
   blocks = min(blocks, work);
   p.share = work / blocks;
   p.rest = work % blocks;
-  std::vector<float> inbox((size_t)blocks * p.segments * p.rows * 128);
+  std::vector<float> inbox((size_t)blocks * p.segments * p.columns * 128);
   p.inbox = inbox.data();
   for (int b = 0; b < blocks; b++) {  // in this order no block waits: sums travel upwards
     cuda_block = {b, 0, 0};
-    run_cuda_block(even::kWarps * 32, [&] { even_kernel<K2, MODE, NB>(p); });
+    run_cuda_block(even::kThreads, [&] { even_kernel<K2, MODE, NB>(p); });
   }
   for (float v : inbox)
     if (__float_as_uint(v)) return -1;  // left behind

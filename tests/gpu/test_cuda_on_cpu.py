@@ -85,7 +85,7 @@ def product(tmp_path_factory: Any) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: Any) -> ctypes.CDLL:
-    sources = ["product.h", "trellis.cuh", "even.h", "rotate.cuh", "even_input.cuh", "even_finish.cuh", "even.cuh"]
+    sources = ["product.h", "trellis.cuh", "even.h", "rotate.cuh", "even_ring.cuh", "even_input.cuh", "even_finish.cuh", "even.cuh"]
     return compiled(tmp_path_factory.mktemp("even"), "cuda_even_on_cpu", sources)
 
 
