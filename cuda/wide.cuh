@@ -25,85 +25,138 @@ constexpr int kManyRegisters = 192, kFewRegisters = 120;  // of a multiplier and
 // Where a row's sums of eight columns lie: [row][16 pieces of 16 bytes, swapped by row].
 __device__ __forceinline__ uint8_t* staged_piece(uint8_t* staged, int row, int piece) { return staged + row * 256 + (piece ^ (row & 7)) * 16; }
 
-// Four columns of one row, times scales, plus bias: to y, through what else the call asks for.
-static __device__ __forceinline__ void store_row(const WideParams& p, const ProductMatrix& w, int row, int c, float (&v)[4]) {
-  void* y = row_of(w.y, (int64_t)row * w.y_stride, p.y_dtype);
+// What is rare, or large, stands once in a kernel.
+static __device__ __noinline__ float activate_one(float x, int activation) { return activate(x, activation, nullptr); }
+static __device__ __noinline__ float load_one(const void* y, int c, int n, int dtype) { return c < n ? load(y, c, dtype) : 0.f; }
+static __device__ __noinline__ void store_one(void* y, int c, int n, int dtype, float v) {
+  if (c < n) store(y, c, dtype, v);
+}
+
+struct alignas(16) EightHalves {
+  __half2 pairs[4];
+};
+static __device__ __forceinline__ void load_eight(const void* from, float* v) {
+  const EightHalves h = *(const EightHalves*)from;
+#pragma unroll
   for (int e = 0; e < 4; e++) {
-    if (c + e >= w.out_features) return;
-    if (p.activation) v[e] *= activate(load(y, c + e, p.y_dtype), p.activation, nullptr);
-    if (p.accumulate) v[e] += ((const float*)y)[c + e];
-    store(y, c + e, p.y_dtype, v[e]);
+    const float2 f = __half22float2(h.pairs[e]);
+    v[2 * e] = f.x;
+    v[2 * e + 1] = f.y;
   }
 }
 
-// Rows first, first + stride ... of a tile: transform, scales, bias, activation, store. One warp, four columns a lane.
+// The 16 columns of a row that a lane has, eight from c on and eight from c + 64 on; those past n are zero.
+static __device__ __forceinline__ void load_columns(const void* y, int c, int n, int dtype, bool whole, float (&v)[16]) {
+  if (!whole) {
+#pragma unroll
+    for (int e = 0; e < 16; e++) v[e] = load_one(y, c + e % 8 + e / 8 * 64, n, dtype);
+  } else if (dtype == EXL3_F32) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float4 f = *(const float4*)((const float*)y + c + i / 2 * 64 + i % 2 * 4);
+      v[4 * i] = f.x;
+      v[4 * i + 1] = f.y;
+      v[4 * i + 2] = f.z;
+      v[4 * i + 3] = f.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint16_t* from = (const uint16_t*)y + c + i * 64;
+      if (dtype == EXL3_F16) {
+        load_eight(from, v + 8 * i);
+        continue;
+      }
+      const uint4 h = *(const uint4*)from;
+      const uint32_t words[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[8 * i + e] = __uint_as_float(e % 2 ? words[e / 2] & 0xffff0000 : words[e / 2] << 16);
+    }
+  }
+}
+static __device__ __forceinline__ void store_columns(void* y, int c, int n, int dtype, bool whole, const float (&v)[16]) {
+  if (!whole) {
+#pragma unroll
+    for (int e = 0; e < 16; e++) store_one(y, c + e % 8 + e / 8 * 64, n, dtype, v[e]);
+  } else if (dtype == EXL3_F32) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      *(float4*)((float*)y + c + i / 2 * 64 + i % 2 * 4) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float a = v[8 * i + 2 * e], b = v[8 * i + 2 * e + 1];
+        words[e] = dtype == EXL3_F16 ? ptx::pack(a, b) : float_to_bfloat(a) | (uint32_t)float_to_bfloat(b) << 16;
+      }
+      *(uint4*)((uint16_t*)y + c + i * 64) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+// Unscaled 128-point Hadamard transform over eight lanes of 16 values each.
+__device__ __forceinline__ void turn16(float (&v)[16], int lane) {
+#pragma unroll
+  for (int step = 1; step < 16; step <<= 1)
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      if (!(i & step)) {
+        const float a = v[i], b = v[i | step];
+        v[i] = a + b;
+        v[i | step] = a - b;
+      }
+#pragma unroll
+  for (int m = 1; m < 8; m <<= 1) {
+    const float sign = lane & m ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] = fmaf(sign, v[i], __shfl_xor_sync(~0u, v[i], m));
+  }
+}
+
+// Rows of a tile, four at a time, `first` the first four and `stride` fours on from there: transform, scales, bias, activation, store. One warp, eight
+// lanes a row: three steps of the transform through shuffles, which are few a cycle, four in registers.
 static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, uint8_t* staged,
                                                    const float* row_scales, int first, int stride, int lane) {
-  constexpr int kTogether = 4;
-  const LaneSigns signs;
-  const int c = group * 128 + 4 * lane;
-  float svh[4], bias[4];
+  const int c = group * 128 + lane % 8 * 8, n = w.out_features;
+  const bool whole = (group + 1) * 128 <= n && w.y_stride % 8 == 0 && ((uintptr_t)w.y & 15) == 0;
+  float svh[16];
 #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    svh[e] = half_to_float(w.svh[c + e]);
-    bias[e] = w.bias && c + e < w.out_features ? w.bias[c + e] : 0.f;
-  }
-  const bool whole = (group + 1) * 128 <= w.out_features && w.y_stride % 4 == 0 && ((uintptr_t)w.y & 15) == 0;
-  const int way = !whole || p.y_dtype == EXL3_BF16 || (p.activation && p.y_dtype != EXL3_F16) ? 0 : p.y_dtype == EXL3_F16 ? (p.activation ? 3 : 1) : 2;
-  for (int r0 = first; r0 < rows; r0 += kTogether * stride) {
-    float v[kTogether][4];
+  for (int e = 0; e < 16; e++) svh[e] = half_to_float(w.svh[c + e % 8 + e / 8 * 64]);
+#pragma unroll 1
+  for (int r0 = 4 * first; r0 < rows; r0 += 4 * stride) {
+    const int row = min(r0 + lane / 8, rows - 1);
+    void* y = row_of(w.y, (int64_t)(row0 + row) * w.y_stride, p.y_dtype);
+    float v[16], o[16];
+    if (p.activation || p.accumulate) load_columns(y, c, n, p.y_dtype, whole, o);
 #pragma unroll
-    for (int i = 0; i < kTogether; i++) {
-      const uint2 h = *(const uint2*)(staged_piece(staged, min(r0 + i * stride, rows - 1), lane / 2) + lane % 2 * 8);
-      const float2 a = __half22float2(*(const __half2*)&h.x), b = __half22float2(*(const __half2*)&h.y);
-      v[i][0] = a.x;
-      v[i][1] = a.y;
-      v[i][2] = b.x;
-      v[i][3] = b.y;
+    for (int i = 0; i < 2; i++) load_eight(staged_piece(staged, row, lane % 8 + 8 * i), v + 8 * i);
+    turn16(v, lane);
+    const float scale = row_scales[row];
+#pragma unroll
+    for (int e = 0; e < 16; e++) v[e] *= scale * svh[e];
+    if (w.bias)
+#pragma unroll
+      for (int e = 0; e < 16; e++) v[e] += load_one(w.bias, c + e % 8 + e / 8 * 64, n, EXL3_F32);
+    if (p.activation) {
+#pragma unroll
+      for (int e = 0; e < 16; e++) v[e] *= activate_one(o[e], p.activation);
+    } else if (p.accumulate) {
+#pragma unroll
+      for (int e = 0; e < 16; e++) v[e] += o[e];
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; i++) quick_hadamard128(v[i], signs);
-#pragma unroll
-    for (int i = 0; i < kTogether; i++) {
-      const float scale = row_scales[min(r0 + i * stride, rows - 1)];
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[i][e] = fmaf(v[i][e] * scale, svh[e], bias[e]);
-    }
-    auto each = [&](auto f) {
-#pragma unroll
-      for (int i = 0; i < kTogether; i++)
-        if (r0 + i * stride < rows) f(v[i], row0 + r0 + i * stride);
-    };
-    auto to_halves = [](const float(&u)[4]) {
-      const __half2 h[2] = {__floats2half2_rn(u[0], u[1]), __floats2half2_rn(u[2], u[3])};
-      return *(const uint2*)h;
-    };
-    if (way == 1) {
-      each([&](float(&u)[4], int row) { *(uint2*)((uint16_t*)w.y + row * w.y_stride + c) = to_halves(u); });
-    } else if (way == 2) {
-      each([&](float(&u)[4], int row) {
-        float4* y = (float4*)((float*)w.y + row * w.y_stride + c);
-        const float4 old = p.accumulate ? *y : make_float4(0.f, 0.f, 0.f, 0.f);
-        *y = make_float4(u[0] + old.x, u[1] + old.y, u[2] + old.z, u[3] + old.w);
-      });
-    } else if (way == 3) {
-      uint2 gate[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; i++) gate[i] = *(const uint2*)((const uint16_t*)w.y + (row0 + min(r0 + i * stride, rows - 1)) * w.y_stride + c);
-#pragma unroll
-      for (int i = 0; i < kTogether; i++) {
-        const float2 a = __half22float2(*(const __half2*)&gate[i].x), b = __half22float2(*(const __half2*)&gate[i].y);
-        float g[4] = {a.x, a.y, b.x, b.y};
-        for (int e = 0; e < 4; e++) v[i][e] *= activate(g[e], p.activation, nullptr);
-      }
-      each([&](float(&u)[4], int row) { *(uint2*)((uint16_t*)w.y + row * w.y_stride + c) = to_halves(u); });
-    } else {
-      each([&](float(&u)[4], int row) { store_row(p, w, row, c, u); });
-    }
+    if (r0 + lane / 8 < rows) store_columns(y, c, n, p.y_dtype, whole, v);
   }
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Read again where it is needed: it would be kept in local memory from one part of the kernel to the next.
+__device__ __forceinline__ int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
 __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 // What lies where in shared memory.
@@ -150,11 +203,14 @@ __device__ __forceinline__ void wide_fetch(const WideParams& p, const WideSpace<
     int step = piece.first;
     if (i == 0) {
       const int ahead = min(kStages, piece.last - piece.first);
+#pragma unroll 1
       for (; i < ahead; i++) fetch_weights(step + i, i);
       ptx::wait_for_previous();
+#pragma unroll 1
       for (i = 0; i < ahead; i++) fetch_image(step + i, i);
       step += ahead;
     }
+#pragma unroll 1
     for (; step < piece.last; step++, i++) {
       const int stage = i % kStages;
       if (i >= kStages) ptx::barrier_wait(space.empty + stage, (i / kStages - 1) & 1);
@@ -221,12 +277,13 @@ __device__ __forceinline__ void hand_over(const WideParams& p, const float (&d)[
 template <int K2, int MODE, int ROWS>
 __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
   constexpr int kStages = WideSpace<K2, ROWS>::kStages, kStage = WideSpace<K2, ROWS>::kStage, kImage = ROWS * 128, kTileRow = 128 * K2;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   const Run<K2> run(lane);
   float d[ROWS / 2];
-  uint32_t a[2][2][4];
+  uint32_t a[2][2][4] = {};
   int stage = 0, phase = 0, finished = 0;
   auto release = [&](int which) {
+    __syncwarp();  // one arrives for all
     if (lane == 0) ptx::barrier_arrive(space.empty + which);
   };
   WideWalk walk(p, cluster, clusters);
@@ -258,6 +315,9 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
         wgmma(d, a[half][1], b + half * 4 + 2, 1);
         wgmma_commit();
         wgmma_wait<1>();
+        // the products before have read their operands: till here no register of theirs may serve for anything else
+        asm volatile("" ::"r"(a[half ^ 1][0][0]), "r"(a[half ^ 1][0][1]), "r"(a[half ^ 1][0][2]), "r"(a[half ^ 1][0][3]), "r"(a[half ^ 1][1][0]),
+                     "r"(a[half ^ 1][1][1]), "r"(a[half ^ 1][1][2]), "r"(a[half ^ 1][1][3]));
         if (half == 0 && step > piece.first) release(stage ? stage - 1 : kStages - 1);  // the stage before is consumed
       }
       if (++stage == kStages) {
@@ -279,52 +339,38 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
     }
     sync_multipliers();
     hand_over<ROWS>(p, d, space.staged, space.sums, warp, lane);
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(space.staged_full);
+    ptx::barrier_arrive(space.staged_full);
     finished++;
   }
 }
 
-// One tile, by warps first, first + 1 ... of `warps`.
-template <int K2, int ROWS>
-__device__ __forceinline__ void finish_tile(const WideParams& p, const WideSpace<K2, ROWS>& space, int tile, int rank, int first, int warps) {
-  const WidePlace place = wide_place(p, tile);
-  const ProductMatrix& w = p.matrix[place.matrix];
-  const int group = place.group + rank, row0 = place.row_tile * ROWS;
-  if (group * 8 < w.columns)
-    finish_rows(p, w, group, row0, min(ROWS, p.rows - row0), space.staged, space.scales, first, warps, threadIdx.x % 32);
-}
-
-// Warps 9 .. 11: all tiles but the last.
+// All but the last tile: warps 9 .. 11. The last: all warps but the one that fetched, which has not followed the finished tiles; nobody has anything else
+// to do.
 template <int K2, int ROWS>
 __device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
+  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+  WideWalk walk(p, cluster, clusters);
   WidePiece piece;
-  int before = -1, n = 0;
-  for (WideWalk walk(p, cluster, clusters); walk.step(p, clusters, piece);) {
-    if (piece.first > 0) continue;
-    if (before >= 0) {
-      ptx::barrier_wait(space.staged_full, n++ & 1);
-      finish_tile(p, space, before, rank, threadIdx.x / 32 - 9, kWideFinishers);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::barrier_arrive(space.staged_empty);
+  int tile = -1;
+  for (int n = 0;; n++) {
+    bool more;
+    int next = -1;
+    while ((more = walk.step(p, clusters, piece)) && piece.first > 0) {}
+    if (more) next = piece.tile;
+    const bool last = next < 0;
+    if (n > 0 && (last ? warp != 8 : warp > 8)) {
+      ptx::barrier_wait(space.staged_full, (n - 1) & 1);
+      const WidePlace place = wide_place(p, tile);
+      const ProductMatrix& w = p.matrix[place.matrix];
+      const int group = place.group + rank, row0 = place.row_tile * ROWS;
+      if (group * 8 < w.columns)
+        finish_rows(p, w, group, row0, min(ROWS, p.rows - row0), space.staged, space.scales, !last ? warp - 9 : warp < 8 ? warp : warp - 1,
+                    last ? kWideThreads / 32 - 1 : kWideFinishers, lane);
+      if (!last) ptx::barrier_arrive(space.staged_empty);
     }
-    before = piece.tile;
+    if (last) return;
+    tile = next;
   }
-}
-// The last tile: all warps but the one that fetched, which has not followed the finished tiles. Nobody has anything else to do.
-template <int K2, int ROWS>
-__device__ __forceinline__ void wide_finish_last(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
-  const int warp = threadIdx.x / 32;
-  WidePiece piece;
-  int tile = -1, n = 0;
-  for (WideWalk walk(p, cluster, clusters); walk.step(p, clusters, piece);) {
-    if (piece.first > 0) continue;
-    tile = piece.tile;
-    n++;
-  }
-  if (tile < 0 || warp == 8) return;
-  ptx::barrier_wait(space.staged_full, (n - 1) & 1);
-  finish_tile(p, space, tile, rank, warp < 8 ? warp : warp - 1, kWideThreads / 32 - 1);
 }
 #endif
 
@@ -339,8 +385,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
       ptx::barrier_init(space.full + i, 1);
       ptx::barrier_init(space.empty + i, 8);
     }
-    ptx::barrier_init(space.staged_full, 8);
-    ptx::barrier_init(space.staged_empty, kWideFinishers);
+    ptx::barrier_init(space.staged_full, 256);
+    ptx::barrier_init(space.staged_empty, 32 * kWideFinishers);
     ptx::barrier_init_done();
   }
   __syncthreads();
@@ -348,18 +394,17 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   if (warp >= 8) {
     fewer_registers<kFewRegisters>();
     if (warp == 8) {
-      if (threadIdx.x % 32 == 0) wide_fetch<K2, ROWS>(p, space, cluster, clusters, rank);
+      if (thread_index() % 32 == 0) wide_fetch<K2, ROWS>(p, space, cluster, clusters, rank);
       __syncwarp();
     }
     ptx::wait_for_previous();
-    if (warp > 8) wide_finish<K2, ROWS>(p, space, cluster, clusters, rank);
   } else {
     more_registers<kManyRegisters>();
     ptx::wait_for_previous();
     wide_multiply<K2, MODE, ROWS>(p, space, cluster, clusters, rank);
     fewer_registers<kFewRegisters>();
   }
-  wide_finish_last<K2, ROWS>(p, space, cluster, clusters, rank);
+  wide_finish<K2, ROWS>(p, space, cluster, clusters, rank);
 #endif
 }
 #endif

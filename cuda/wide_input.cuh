@@ -25,25 +25,6 @@ __device__ __forceinline__ float over_block(float v, float* space, int warps, F 
   return v;
 }
 
-// Unscaled 128-point Hadamard transform over eight lanes of 16 values each.
-__device__ __forceinline__ void turn16(float (&v)[16], int lane) {
-#pragma unroll
-  for (int step = 1; step < 16; step <<= 1)
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-      if (!(i & step)) {
-        const float a = v[i], b = v[i | step];
-        v[i] = a + b;
-        v[i | step] = a - b;
-      }
-#pragma unroll
-  for (int m = 1; m < 8; m <<= 1) {
-    const float sign = lane & m ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) v[i] = fmaf(sign, v[i], __shfl_xor_sync(~0u, v[i], m));
-  }
-}
-
 // 16 values from i on; those at or past n are zero.
 __device__ __forceinline__ void load16(const void* p, int i, int n, int dtype, float (&v)[16]) {
   if (dtype != EXL3_F32 && i + 16 <= n && ((uintptr_t)row_of(p, i, dtype) & 15) == 0) {

@@ -16,7 +16,8 @@ template <int K2, int MODE>
 __global__ void __launch_bounds__(kMmaThreads, 2) mma_wide_kernel(const __grid_constant__ WideParams p) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kImage = kMmaRows * 128, kTileRow = 128 * K2, kStage = mma_wide_stage(K2);
-  extern __shared__ __align__(1024) uint8_t shared[];
+  extern __shared__ __align__(1024) uint8_t raw[];
+  uint8_t* const shared = raw;
   float *sums = (float*)(shared + kMmaStages * kStage), *scales = sums + kMmaRows;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row_tile = blockIdx.x, pair = blockIdx.y / 2;
   int m = 0;
