@@ -57,9 +57,9 @@ function(exl3_cuda_archs flags_out text_out)
     endif()
     set(front ${arch})
     set(front_ptx ${number})
-    if(number GREATER 80 AND number LESS 90) # the sources know no difference, so one pass of the compiler's front end serves them all
-      set(front 80)
-      set(front_ptx 80)
+    if(number EQUAL 89) # the sources know no difference to 86, so one pass of the compiler's front end serves both
+      set(front 86)
+      set(front_ptx 86)
     endif()
     if(with_code)
       list(APPEND flags "SHELL:-gencode arch=compute_${front},code=sm_${arch}")
