@@ -34,13 +34,16 @@ __device__ __forceinline__ void pack_tile(const uint32_t (&h)[8], uint32_t (&a)[
   }
 }
 
+// Tiles whose decoding overlaps: as many as registers allow.
+constexpr __host__ __device__ int tiles_together(int nb) { return nb < 8 ? 2 : 1; }
+
 // The words of some tiles of the warp, on their way.
-template <int K2>
+template <int K2, int COUNT>
 struct Words {
-  uint32_t of[kGroup][Run<K2>::kRead];
+  uint32_t of[COUNT][Run<K2>::kRead];
   __device__ __forceinline__ void read(const uint8_t* weights, const Run<K2>& run, int first) {
 #pragma unroll
-    for (int r = 0; r < kGroup; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
+    for (int r = 0; r < COUNT; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
   }
 };
 
@@ -49,8 +52,9 @@ template <int K2, int MODE, int NB>
 __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
                                          uint32_t addend, float (&d)[4 * NB]) {
   using S = Stage<K2, NB>;
+  constexpr int kGroup = tiles_together(NB);
   const int lane = threadIdx.x % 32;
-  Words<K2> words;
+  Words<K2, kGroup> words;
   auto begin = [&] {
     ring.wait(p);
     words.read(ring.ring + ring.stage + S::kImage, run, 0);
@@ -88,8 +92,14 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
 // Keeps a value in its register: else threads compute it again in every step.
 __device__ __forceinline__ void keep(int& v) { asm volatile("" : "+r"(v)); }
 
+// On 9.0 at most 128 registers (as for 512 threads), so that the next rotation's blocks find room beside the product.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kBound = 512;
+#else
+constexpr int kBound = kThreads;
+#endif
 template <int K2, int MODE, int NB>
-__global__ void __launch_bounds__(512) even_kernel(const __grid_constant__ EvenParams p) {  // 512: at most 128 registers
+__global__ void __launch_bounds__(kBound) even_kernel(const __grid_constant__ EvenParams p) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32;
@@ -119,7 +129,15 @@ __global__ void __launch_bounds__(512) even_kernel(const __grid_constant__ EvenP
     for (int k = 0; k < 4 * NB; k++) d[k] = 0.f;
     multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
     keep(i);  // what finishing needs is computed again: the loop has the registers to itself
-    finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, (float*)(shared + even_shared(p, K2).sums));
+    float* area = (float*)(shared + even_shared(p, K2).sums);
+    if constexpr (NB <= 2) {
+      finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
+    } else {  // many sums: as a function of its own, or the loop above would keep words of its own in local memory
+      float sums[4 * NB];
+#pragma unroll
+      for (int k = 0; k < 4 * NB; k++) sums[k] = d[k];
+      finish_apart<MODE, NB>(p, i, sums, area);
+    }
   }
 #endif
 }

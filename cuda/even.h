@@ -7,7 +7,6 @@ namespace exl3::even {
 constexpr int kWarps = 8, kFeeders = 4;  // of a block: those that multiply, 16 of the 128 output columns each, and those that fetch
 constexpr int kThreads = (kWarps + kFeeders) * 32;
 constexpr int kStepTiles = 8;       // rows of tiles of a step, the unit of work and a stage of the ring
-constexpr int kGroup = 2;           // of them whose decoding overlaps
 constexpr int kMostColumns = 64;    // rows of one pass
 constexpr int kPitch = 132;         // words of 128 sums in shared memory, free of bank conflicts
 constexpr int kCopiedStages = 4;    // of the ring where the multiplying warps copy, and the fewest elsewhere

@@ -184,4 +184,9 @@ __device__ __forceinline__ void finish_part(const EvenParams& p, const Part& par
   finish_rows<MODE, NB>(p, part, segment, area);
 }
 
+template <int MODE, int NB>
+__device__ __noinline__ void finish_apart(const EvenParams& p, int i, float (&d)[4 * NB], float* area) {
+  finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
+}
+
 }  // namespace exl3::even
