@@ -224,6 +224,8 @@ def main() -> None:
     ap.add_argument("--keep", metavar="FOLDER", help="where finished conversions stay for a later run")
     ap.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "ablation.json"))
     args = ap.parse_args()
+    if not (Path(args.model) / "config.json").is_file() or not (Path(args.model) / "tokenizer.json").is_file():
+        ap.error(f"{args.model}: no model directory with config.json and tokenizer.json")
     common = {k: json.loads(v) for k, _, v in (o.partition("=") for o in args.option)}
     asked = [v.partition(":") for v in args.variants]
     unknown = [n for n, _, o in asked if not o and n not in VARIANTS]
