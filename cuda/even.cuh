@@ -34,16 +34,33 @@ __device__ __forceinline__ void pack_tile(const uint32_t (&h)[8], uint32_t (&a)[
   }
 }
 
-// Tiles whose decoding overlaps: as many as registers allow.
-constexpr __host__ __device__ int tiles_together(int nb) { return nb < 8 ? 2 : 1; }
+constexpr int kGroup = 2;  // tiles whose decoding overlaps
 
 // The words of some tiles of the warp, on their way.
-template <int K2, int COUNT>
+template <int K2>
 struct Words {
-  uint32_t of[COUNT][Run<K2>::kRead];
+  uint32_t of[kGroup][Run<K2>::kRead];
   __device__ __forceinline__ void read(const uint8_t* weights, const Run<K2>& run, int first) {
 #pragma unroll
-    for (int r = 0; r < COUNT; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
+    for (int r = 0; r < kGroup; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
+  }
+};
+
+// The input of a group of tiles, two words for each 8 columns; `in`: the lane's own 16 bytes of the first four matrices of 8 x 8.
+template <int NB>
+struct Operands {
+  static constexpr int kTile = NB * 256;  // bytes of one row of tiles
+  uint32_t of[kGroup * NB / 2][4];
+  static __device__ __forceinline__ int place_of_lane() {
+    const int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
+    return (NB == 1 ? matrix : matrix % 2 * NB + matrix / 2) * 128 + row * 16;
+  }
+  __device__ __forceinline__ void load(const uint8_t* in) {
+#pragma unroll
+    for (int n = 0; n < kGroup * NB / 2; n++) ptx::load_matrices(of[n], in + (NB == 1 ? 0 : n / (NB / 2) * kTile + n % (NB / 2) * 256));
+  }
+  __device__ __forceinline__ const uint32_t* get(int tile, int n) const {
+    return NB == 1 ? of[0] + 2 * tile : of[(tile * NB + n) / 2] + n % 2 * 2;
   }
 };
 
@@ -52,9 +69,8 @@ template <int K2, int MODE, int NB>
 __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
                                          uint32_t addend, float (&d)[4 * NB]) {
   using S = Stage<K2, NB>;
-  constexpr int kGroup = tiles_together(NB);
-  const int lane = threadIdx.x % 32;
-  Words<K2, kGroup> words;
+  const int place = Operands<NB>::place_of_lane();
+  Words<K2> words;
   auto begin = [&] {
     ring.wait(p);
     words.read(ring.ring + ring.stage + S::kImage, run, 0);
@@ -63,14 +79,12 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
 #pragma unroll 1
   for (int left = count; left > 0; left--) {
     const uint8_t* weights = ring.ring + ring.stage + S::kImage;
-    const uint8_t* in = ring.ring + ring.stage + (lane / 8 % 2 * NB + lane / 16) * 128 + lane % 8 * 16;
+    const uint8_t* in = ring.ring + ring.stage + place;
 #pragma unroll
     for (int at = 0; at < kStepTiles; at += kGroup) {
-      uint32_t h[kGroup][8], b[kGroup][NB / 2][4];
-#pragma unroll
-      for (int r = 0; r < kGroup; r++)
-#pragma unroll
-        for (int n = 0; n < NB / 2; n++) ptx::load_matrices(b[r][n], in + (at + r) * NB * 256 + n * 256);
+      uint32_t h[kGroup][8];
+      Operands<NB> b;
+      b.load(in + at * Operands<NB>::kTile);
 #pragma unroll
       for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
       if (at + kGroup < kStepTiles) words.read(weights, run, at + kGroup);
@@ -79,8 +93,7 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
         uint32_t a[4];
         pack_tile<MODE>(h[r], a);
 #pragma unroll
-        for (int n = 0; n < NB; n++)
-          ptx::mma(*(float(*)[4])(d + 4 * n), a[0], a[1], a[2], a[3], b[r][n / 2][n % 2 * 2], b[r][n / 2][n % 2 * 2 + 1]);
+        for (int n = 0; n < NB; n++) ptx::mma(*(float(*)[4])(d + 4 * n), a[0], a[1], a[2], a[3], b.get(r, n)[0], b.get(r, n)[1]);
       }
     }
     __syncwarp();
@@ -92,14 +105,17 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
 // Keeps a value in its register: else threads compute it again in every step.
 __device__ __forceinline__ void keep(int& v) { asm volatile("" : "+r"(v)); }
 
-// On 9.0 at most 128 registers (as for 512 threads), so that the next rotation's blocks find room beside the product.
+// On 9.0 at most 128 registers a thread, so that the next rotation's blocks find room beside the product; the warps that fetch give theirs to
+// those that multiply.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kBound = 512;
 #else
 constexpr int kBound = kThreads;
 #endif
+constexpr int kFetching = 40, kMultiplying = 168;
+
 template <int K2, int MODE, int NB>
-__global__ void __launch_bounds__(kBound) even_kernel(const __grid_constant__ EvenParams p) {
+__global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__ EvenParams p) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32;
@@ -107,9 +123,11 @@ __global__ void __launch_bounds__(kBound) even_kernel(const __grid_constant__ Ev
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   RingReader<K2, NB> ring(p, share, shared);
   if (warp >= kWarps) {
+    ptx::fewer_registers<kFetching>();
     if (threadIdx.x % 32 == 0) feed<K2, NB>(p, share, shared, warp - kWarps);
     return;
   }
+  ptx::more_registers<kMultiplying>();
 #else
   if (warp >= kWarps) return;
   RingReader<K2, NB> ring(p, share, shared);
@@ -130,14 +148,7 @@ __global__ void __launch_bounds__(kBound) even_kernel(const __grid_constant__ Ev
     multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
     keep(i);  // what finishing needs is computed again: the loop has the registers to itself
     float* area = (float*)(shared + even_shared(p, K2).sums);
-    if constexpr (NB <= 2) {
-      finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
-    } else {  // many sums: as a function of its own, or the loop above would keep words of its own in local memory
-      float sums[4 * NB];
-#pragma unroll
-      for (int k = 0; k < 4 * NB; k++) sums[k] = d[k];
-      finish_apart<MODE, NB>(p, i, sums, area);
-    }
+    finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
   }
 #endif
 }

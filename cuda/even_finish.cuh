@@ -75,8 +75,10 @@ __device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& par
     if (lane < 2 * kEach && row < p.rows) {
       const RowInput& in = p.inputs[(int64_t)(p.rotations > 1 ? m : 0) * p.all_rows + p.row0 + row];
       scale = in.scale;
+      double sum = 0;
 #pragma unroll
-      for (int k = 0; k < kMostParts; k++) shift += in.sums[k];
+      for (int k = 0; k < kMostParts; k++) sum += in.sums[k];
+      shift = (float)sum;
     }
   };
   fetch(0);
@@ -182,11 +184,6 @@ __device__ __forceinline__ void finish_part(const EvenParams& p, const Part& par
       for (int e = 0; e < 4; e++) to[(j * 8 + 2 * q + (e & 1)) * kPitch + 8 * (e >> 1)] = d[4 * j + e];
   }
   finish_rows<MODE, NB>(p, part, segment, area);
-}
-
-template <int MODE, int NB>
-__device__ __noinline__ void finish_apart(const EvenParams& p, int i, float (&d)[4 * NB], float* area) {
-  finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
 }
 
 }  // namespace exl3::even

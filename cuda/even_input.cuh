@@ -58,7 +58,8 @@ static __device__ __noinline__ void look_slowly(const void* x, int n, int dtype,
 // the scales it knows before the kernel before has ended.
 static __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_even(const __grid_constant__ EvenParams p) {
   constexpr int kThreads = kPrepareWarps * 32;
-  __shared__ float squares_of[kPrepareWarps], sums_of[kPrepareWarps];
+  __shared__ float squares_of[kPrepareWarps];
+  __shared__ double sums_of[kPrepareWarps];
   __shared__ int largest_of[kPrepareWarps], largest_scales[kPrepareWarps];
   const int part = blockIdx.x, row = blockIdx.y, rotation = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint16_t* suh = p.matrix[rotation].suh;
@@ -89,7 +90,8 @@ static __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_even(const 
   ptx::wait_for_previous();
   auto load_block = [&](int b) { return b < last ? load_raw(x, b * 128 + 4 * lane, p.in_features, p.x_dtype, plain) : make_uint4(0, 0, 0, 0); };
   uint4 next = load_block(first + warp);
-  float squares = 0.f, sum = 0.f;
+  float squares = 0.f;
+  double sum = 0;
   int most = 0;
   if (!plain)
     look_slowly(x, p.in_features, p.x_dtype, squares, most);
@@ -127,17 +129,17 @@ static __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_even(const 
     quick_hadamard128(v, signs);
     sum += store_operands(p, v, power_of_two(shift) * HADAMARD128_SCALE, image + (int64_t)b * 8 * p.columns * 32, column);
   }
-  sum = warp_sum(sum);
+  for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(~0u, sum, m);
   if (lane == 0) sums_of[warp] = sum;
   __syncthreads();
   if (threadIdx.x > 0) return;
-  sum = 0.f;
+  sum = 0;
 #pragma unroll
   for (int w = 0; w < kPrepareWarps; w++) sum += sums_of[w];
   RowInput& out = p.inputs[(int64_t)rotation * p.all_rows + row];
   out.sums[part] = sum;
   if (part == 0) {
-    for (int k = p.row_parts; k < kMostParts; k++) out.sums[k] = 0.f;
+    for (int k = p.row_parts; k < kMostParts; k++) out.sums[k] = 0;
     out.scale = power_of_two(-shift) * (p.norm_weight ? rsqrtf(squares / (float)p.in_features + p.norm_eps) : 1.f);
   }
 }

@@ -14,29 +14,28 @@ namespace exl3 {
 EXL3_RATES(X)
 #undef X
 
-static const ProductEntry* find_kernel(int k2, int mode, int blocks) {
-  ProductEntries entries{};
+static ProductEntries product_entries(int k2) {
   switch (k2) {
 #define X(k2) \
-  case k2: entries = product_entries_##k2(); break;
+  case k2: return product_entries_##k2();
     EXL3_RATES(X)
 #undef X
   }
-  for (int i = 0; i < entries.count; i++)
-    if (entries.first[i].mode == mode && entries.first[i].blocks == blocks) return entries.first + i;
-  return nullptr;
+  return {};
 }
-
-static const even::EvenEntry* find_even(int k2, int mode, int blocks) {
-  even::EvenEntries entries{};
+static even::EvenEntries even_entries(int k2) {
   switch (k2) {
 #define X(k2) \
-  case k2: entries = even_entries_##k2(); break;
+  case k2: return even_entries_##k2();
     EXL3_RATES(X)
 #undef X
   }
+  return {};
+}
+template <class Entries, class Matches>
+static auto find(const Entries& entries, Matches matches) -> decltype(entries.first) {
   for (int i = 0; i < entries.count; i++)
-    if (entries.first[i].mode == mode && entries.first[i].blocks == blocks) return entries.first + i;
+    if (matches(entries.first[i])) return entries.first + i;
   return nullptr;
 }
 
@@ -51,8 +50,8 @@ static int64_t zero_bytes(const Device& device) { return kCounterBytes + (int64_
 
 struct Plan {
   ProductParams p;
-  bool few;          // up to eight rows, multiplied by the hash itself
-  int mode, blocks;  // of eight operand columns
+  bool few;  // rows, multiplied by the hash itself
+  int mode;
   int units, grid;
   int64_t scales, squares, image, total;  // workspace offsets
 };
@@ -75,16 +74,14 @@ static void set_shape(Plan& plan, int k2, const Device& device) {
     ProductParams q = p;
     q.rows = rows;
     q.columns = operand_columns(plan.mode, rows);
-    q.row_bytes = operand_row_bytes(plan.mode, q.columns);
+    q.row_bytes = q.columns * column_bytes(plan.mode);
     q.fused = fused;
-    plan.blocks = q.columns > 8 ? 2 : 1;
-    if (product_shared(q, roomy(device.code), k2, plan.mode, plan.blocks).total > device.shared_bytes) return false;
+    if (product_shared(q, roomy(device.code), k2, plan.mode).total > device.shared_bytes) return false;
     p = q;
     return true;
   };
   const int rows = p.rows;
-  auto all_fit = [&] { return fits(kRows / 2, 0) && fits(kRows, 0); };  // the most rows of either instance
-  for (p.row_shift = 3; p.row_shift > 1 && !all_fit();) p.row_shift--;
+  for (p.row_shift = 3; p.row_shift > 1 && !fits(most_rows(plan.mode), 0);) p.row_shift--;
   const int inputs = fused_inputs(p, 14, 14 + p.share + 2).chunks * rows * p.rotations;
   const int most = rows == 1 ? kFusedChunks : plan.mode == kBytes ? kFusedByteTasks : kFusedTasks;
   if (inputs > most || !fits(rows, 1)) fits(rows, 0);
@@ -119,10 +116,12 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   p.norm_weight = a->norm_weight;
   p.x_stride = a->x_stride;
   p.norm_eps = a->norm_eps;
-  const bool few = a->rows <= kRows;
-  plan.few = few;
-  plan.mode = bytes ? few && a->planes != 0 ? kBytes : kDecodeBytes : few ? kPairs : kDecodePairs;
-  if (!few) return plan;
+  plan.mode = bytes ? kBytes : kPairs;
+  plan.few = a->rows <= most_rows(plan.mode) && (!bytes || a->planes != 0);
+  if (!plan.few) {
+    plan.mode = bytes ? kDecodeBytes : kDecodePairs;
+    return plan;
+  }
   const int work = plan.units * p.segments * p.blocks * 8, most = work / kFewestWork;
   plan.grid = most < device.sms ? most : device.sms;
   p.share = work / 2 / plan.grid * 2;
@@ -170,13 +169,13 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
   plan.grid = work < device.sms ? work : device.sms;
   p.share = work / plan.grid;
   p.rest = work % plan.grid;
-  plan.blocks = a->rows <= 16 ? 2 : a->rows <= 32 ? 4 : 8;
+  plan.blocks = a->rows <= 8 ? 1 : a->rows <= 16 ? 2 : a->rows <= 32 ? 4 : 8;
   auto set = [&] {
     p.columns = plan.blocks * 8;
     p.rows = a->rows < p.columns ? a->rows : p.columns;
   };
   p.stages = even::kCopiedStages;
-  for (set(); plan.blocks > 2 && even::even_shared(p, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
+  for (set(); plan.blocks > 1 && even::even_shared(p, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
   if (device.wide) {  // the ring may be as long as it likes, but leaves room for blocks of the next call's rotation
     const even::EvenShared shared = even::even_shared(p, k2);
     const int fit = p.stages + (device.shared_bytes - 8192 - shared.total) / shared.stage;
@@ -248,7 +247,7 @@ static int too_small(int64_t have, int64_t need) {
 static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const Device& device, void* stream) {
   ProductParams& p = plan.p;
   if (a->workspace_bytes < plan.total) return too_small(a->workspace_bytes, plan.total);
-  const ProductEntry* entry = find_kernel(k2, plan.mode, plan.blocks);
+  const ProductEntry* entry = find(product_entries(k2), [&](const ProductEntry& e) { return e.mode == plan.mode; });
   if (!entry) return refuse(EXL3_UNSUPPORTED, "linear: this build has no kernel for K = %g", k2 / 2.0);
   uint8_t* space = (uint8_t*)a->workspace;
   p.inbox = (float*)(space + kCounterBytes);
@@ -256,11 +255,11 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
   p.squares = (float*)(space + plan.squares);
   p.image = space + plan.image;
   if (!p.fused) {
-    const auto kernel = plan.mode == kBytes ? prepare_input<kBytes> : plan.mode == kPairs ? prepare_input<kPairs> : prepare_input<kDecodeBytes>;
+    const auto kernel = plan.mode == kBytes ? prepare_input<kBytes> : prepare_input<kPairs>;
     const dim3 grid((chunks_of(p) + kPrepareWarps - 1) / kPrepareWarps, a->rows, p.rotations);
     if (const int status = launch(kernel, grid, kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
   }
-  const int shared = product_shared(p, roomy(device.code), k2, plan.mode, plan.blocks).total;
+  const int shared = product_shared(p, roomy(device.code), k2, plan.mode).total;
   return launch(entry->kernel, dim3(plan.grid), product_threads(p), shared, 1, p, stream, "linear");
 }
 
@@ -268,7 +267,8 @@ static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, cons
   EvenPlan plan = make_even(a, k2, from, device);
   even::EvenParams& p = plan.p;
   if (a->workspace_bytes < plan.total) return too_small(a->workspace_bytes, plan.total);
-  const even::EvenEntry* entry = find_even(k2, plan.mode, plan.blocks);
+  const even::EvenEntry* entry =
+      find(even_entries(k2), [&](const even::EvenEntry& e) { return e.mode == plan.mode && e.blocks == plan.blocks; });
   if (!entry) return refuse(EXL3_UNSUPPORTED, "linear: this build has no kernel for K = %g", k2 / 2.0);
   uint8_t* space = (uint8_t*)a->workspace;
   p.inbox = (float*)(space + kCounterBytes);

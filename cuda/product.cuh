@@ -1,4 +1,4 @@
-// The product of one to eight rows with trellis weights.
+// The product of few rows with trellis weights: up to four with mul1, up to eight with the other codebooks.
 //
 // The matrix operand is the hash product itself (its four bytes, or its two halves, sum to the weight), so nothing is decoded. int8 activations
 // come in two planes, which makes 16 bits. Weights are the A operand (output columns are its rows), the input is B.
@@ -20,12 +20,12 @@
 
 namespace exl3 {
 
-template <int K2, int MODE, int NB>
+template <int K2, int MODE>
 struct ProductShape {
-  static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(kRoomy, K2, MODE, NB);  // bytes of a warp's row of tiles; rows in a slot
+  static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(kRoomy, K2, MODE);  // bytes of a warp's row of tiles; rows in a slot
   static constexpr int kLanes = kRow / 16, kFit = 32 / kLanes, kTogether = kFit < 1 ? 1 : kFit < kIn ? kFit : kIn;  // rows one copy brings
-  static constexpr int kOperands = kIn * (NB * 8 * column_bytes(MODE) + (MODE == kDecodeBytes ? kRows * 4 : 0));  // most bytes of operands in a slot
-  static constexpr int kSlots = ring_slots(kRoomy, MODE, NB);
+  static constexpr int kOperands = kIn * kRows * column_bytes(MODE);  // most bytes of operands in a slot
+  static constexpr int kSlots = ring_slots(kRoomy, MODE);
 };
 
 // Rows of tiles of a part that one of 1 << shift warps has: each part is shared out evenly, in pairs of rows.
@@ -104,92 +104,72 @@ struct Feed {
 };
 
 // One lane's sums, of a chunk in the tensor cores' units and of the part.
-template <int MODE, int NB>
+template <int MODE>
 struct Sums {
   static constexpr bool kWhole = MODE == kBytes;  // numbers
-  static constexpr int kEach = kWhole ? 2 : 4;  // results of a tile and column block in a lane
+  static constexpr int kEach = kWhole ? 2 : 4;    // results of a tile in a lane
   using Sum = typename std::conditional<kWhole, int, float>::type;
-  Sum of[kTiles][NB][4];
-  float total[kTiles][NB][kEach];
-  Sum inputs[NB];    // of a chunk: of the operands of column 8 n + g that the lane read
-  float weight[NB];  // and of all chunks, times their scales
+  Sum of[kTiles][4];
+  float total[kTiles][kEach];
+  int inputs;    // kBytes: of a chunk, of the operands of column g that the lane read
+  float weight;  // and of all chunks, times their scales
 
   __device__ __forceinline__ void clear() {
+    inputs = 0;
 #pragma unroll
-    for (int n = 0; n < NB; n++) {
-      inputs[n] = 0;
+    for (int t = 0; t < kTiles; t++)
 #pragma unroll
-      for (int t = 0; t < kTiles; t++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) of[t][n][e] = 0;
-    }
+      for (int e = 0; e < 4; e++) of[t][e] = 0;
   }
   __device__ __forceinline__ void clear_totals() {
+    weight = 0.f;
 #pragma unroll
-    for (int n = 0; n < NB; n++) {
-      weight[n] = 0.f;
+    for (int t = 0; t < kTiles; t++)
 #pragma unroll
-      for (int t = 0; t < kTiles; t++)
-#pragma unroll
-        for (int e = 0; e < kEach; e++) total[t][n][e] = 0.f;
-    }
+      for (int e = 0; e < kEach; e++) total[t][e] = 0.f;
   }
   // Ends a chunk; scales: [kRows] of it.
   __device__ __forceinline__ void flush(const float* scales, int rows) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    if constexpr (kWhole) {
+      const float scale = scales[min(q, rows - 1)];
+      int all = inputs;  // whole numbers: which lane had which row of tiles leaves no trace
+      all += __shfl_xor_sync(~0u, all, 1);
+      all += __shfl_xor_sync(~0u, all, 2);
+      weight = fmaf(scales[min(g / 2, rows - 1)], (float)all, weight);
 #pragma unroll
-    for (int n = 0; n < NB; n++) {
-      if constexpr (kWhole) {
-        const float scale = scales[min(4 * n + q, rows - 1)];
-        int all = inputs[n];  // whole numbers: which lane had which row of tiles leaves no trace
-        all += __shfl_xor_sync(~0u, all, 1);
-        all += __shfl_xor_sync(~0u, all, 2);
-        weight[n] = fmaf(scales[min(4 * n + g / 2, rows - 1)], (float)all, weight[n]);
+      for (int t = 0; t < kTiles; t++)
 #pragma unroll
-        for (int t = 0; t < kTiles; t++)
+        for (int h = 0; h < 2; h++) total[t][h] = fmaf(scale, fmaf(256.f, (float)of[t][2 * h], (float)of[t][2 * h + 1]), total[t][h]);
+    } else {
+      const float a = scales[min(2 * q, rows - 1)], b = scales[min(2 * q + 1, rows - 1)];
 #pragma unroll
-          for (int h = 0; h < 2; h++) total[t][n][h] = fmaf(scale, fmaf(256.f, (float)of[t][n][2 * h], (float)of[t][n][2 * h + 1]), total[t][n][h]);
-      } else {
-        const float a = scales[min(8 * n + 2 * q, rows - 1)], b = scales[min(8 * n + 2 * q + 1, rows - 1)];
+      for (int t = 0; t < kTiles; t++)
 #pragma unroll
-        for (int t = 0; t < kTiles; t++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) total[t][n][e] = fmaf(e & 1 ? b : a, of[t][n][e], total[t][n][e]);
-        if (MODE == kDecodeBytes) weight[n] = fmaf(scales[min(8 * n + g, rows - 1)], inputs[n], weight[n]);
-      }
+        for (int e = 0; e < 4; e++) total[t][e] = fmaf(e & 1 ? b : a, of[t][e], total[t][e]);
     }
     clear();
   }
   // To [row][kPitch] of this warp, from its first column on.
   __device__ __forceinline__ void write(float* to, int rows) const {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    if constexpr (kWhole) {
+      float sum = g & 1 ? weight : 256.f * weight;  // of row g / 2: both planes
+      sum += __shfl_xor_sync(~0u, sum, 4);
+      const float shift = (1024.f * kMul1Scale + kMul1Shift) * __shfl_sync(~0u, sum, 8 * q);
+      if (q < rows)
 #pragma unroll
-    for (int n = 0; n < NB; n++) {
-      if constexpr (kWhole) {
-        float sum = g & 1 ? weight[n] : 256.f * weight[n];  // of row g / 2: both planes
-        sum += __shfl_xor_sync(~0u, sum, 4);
-        const float shift = (1024.f * kMul1Scale + kMul1Shift) * __shfl_sync(~0u, sum, 8 * q);
-        if (4 * n + q < rows)
+        for (int t = 0; t < kTiles; t++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) to[q * kPitch + t * 16 + g + 8 * h] = fmaf(kMul1Scale, total[t][h], shift);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        if (2 * q + e < rows)
 #pragma unroll
           for (int t = 0; t < kTiles; t++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) to[(4 * n + q) * kPitch + t * 16 + g + 8 * h] = fmaf(kMul1Scale, total[t][n][h], shift);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const float scale = MODE == kDecodeBytes ? kMul1Scale : 1.f;
-          float shift = 0.f;
-          if (MODE == kDecodeBytes) {  // lanes 0 and 1 of a column have its even rows of tiles, 2 and 3 the odd ones
-            const float sum = weight[n] + __shfl_xor_sync(~0u, weight[n], 2);
-            shift = kMul1Shift * __shfl_sync(~0u, sum, 8 * q + 4 * e);
-          }
-          if (8 * n + 2 * q + e < rows)
-#pragma unroll
-            for (int t = 0; t < kTiles; t++)
-#pragma unroll
-              for (int h = 0; h < 2; h++) to[(8 * n + 2 * q + e) * kPitch + t * 16 + g + 8 * h] = fmaf(scale, total[t][n][2 * h + e], shift);
-        }
-      }
+            for (int h = 0; h < 2; h++) to[(2 * q + e) * kPitch + t * 16 + g + 8 * h] = total[t][2 * h + e];
     }
   }
 };
@@ -260,81 +240,58 @@ __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* s
 }
 
 // Multiplies two rows of tiles: lanes 4g, 4g+1 have weights of the first, 4g+2, 4g+3 of the second.
-template <int K2, int MODE, int NB>
+template <int K2, int MODE>
 struct RowPair {
-  using S = ProductShape<K2, MODE, NB>;
+  using S = ProductShape<K2, MODE>;
   Run<K2, 16> run;
-  int operand[NB], sum[NB];  // where the lane's operands and its column's sum lie
+  int operand;  // where the lane's operands lie
 
   __device__ __forceinline__ explicit RowPair(const ProductParams& p) : run(threadIdx.x % 32 / 4 * 2 + threadIdx.x % 2) {
     const int row = threadIdx.x >> 1 & 1;  // of the two the lane's own
 #pragma unroll
     for (int j = 0; j < Run<K2, 16>::kRead; j++) run.word[j] += row * S::kPitch / 4;
-#pragma unroll
-    for (int c = 0; c < NB; c++) {
-      // columns past the last repeat it: their products are not used
-      const int column = min(8 * c + (int)(threadIdx.x % 32) / 4, p.columns - 1);
-      operand[c] = row * p.row_bytes + column * column_bytes(MODE) + (threadIdx.x & 1) * (column_bytes(MODE) / 2);
-      sum[c] = row * p.row_bytes + p.columns * 32 + column * 4;
-    }
+    // columns past the last repeat it: their products are not used
+    const int column = min((int)(threadIdx.x % 32) / 4, p.columns - 1);
+    operand = row * p.row_bytes + column * column_bytes(MODE) + (threadIdx.x & 1) * (column_bytes(MODE) / 2);
   }
 
-  __device__ __forceinline__ void multiply(Sums<MODE, NB>& sums, const uint8_t* weights, const uint8_t* operands, uint32_t multiplier,
+  __device__ __forceinline__ void multiply(Sums<MODE>& sums, const uint8_t* weights, const uint8_t* operands, uint32_t multiplier,
                                            uint32_t addend) const {
-    uint32_t b[NB][8];
+    uint32_t b[8];
+    if constexpr (MODE == kBytes) {
+      const uint2 v = *(const uint2*)(operands + operand);
+      sums.inputs = __dp4a((int)v.x, 0x01010101, __dp4a((int)v.y, 0x01010101, sums.inputs));
 #pragma unroll
-    for (int c = 0; c < NB; c++) {
-      if constexpr (MODE == kBytes) {
-        const uint2 v = *(const uint2*)(operands + operand[c]);
-        sums.inputs[c] = __dp4a((int)v.x, 0x01010101, __dp4a((int)v.y, 0x01010101, sums.inputs[c]));
+      for (int e = 0; e < 8; e++) b[e] = __byte_perm(e < 4 ? v.x : v.y, 0, 0x1111 * (e & 3));
+    } else {
+      const uint4 v = *(const uint4*)(operands + operand);
+      const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int e = 0; e < 8; e++) b[c][e] = __byte_perm(e < 4 ? v.x : v.y, 0, 0x1111 * (e & 3));
-      } else {
-        const uint4 v = *(const uint4*)(operands + operand[c]);
-        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; e++) b[c][e] = MODE == kPairs ? __byte_perm(pairs[e >> 1], 0, e & 1 ? 0x3232 : 0x1010) : pairs[e >> 1];
-        if constexpr (MODE == kDecodeBytes) sums.inputs[c] += *(const float*)(operands + sum[c]);
-      }
+      for (int e = 0; e < 8; e++) b[e] = __byte_perm(pairs[e >> 1], 0, e & 1 ? 0x3232 : 0x1010);
     }
 #pragma unroll
     for (int t = 0; t < kTiles; t++) {
       uint32_t s[16];
       read_states((const uint32_t*)(weights + t * 16 * K2), run, s);
-      if constexpr (MODE != kDecodeBytes)
 #pragma unroll
-        for (int j = 0; j < 16; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
+      for (int j = 0; j < 16; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
 #pragma unroll
       for (int h = 0; h < 2; h++) {  // of the two lanes' positions; (g; low k), (g+8; low k), (g; high k), (g+8; high k)
         const uint32_t* own = s + 8 * h;
-        if constexpr (MODE == kDecodeBytes) {
-          uint32_t a[4];
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int j = 4 * (e & 1) + 2 * (e >> 1);
-            a[e] = decode_bytes(own[j], own[j + 1], multiplier);
-          }
-#pragma unroll
-          for (int c = 0; c < NB; c++) ptx::mma(sums.of[t][c], a[0], a[1], a[2], a[3], b[c][4 * h], b[c][4 * h + 2]);
-        } else {
-#pragma unroll
-          for (int c = 0; c < NB; c++) {
-            ptx::mma(sums.of[t][c], own[0], own[4], own[1], own[5], b[c][4 * h], b[c][4 * h + 1]);
-            ptx::mma(sums.of[t][c], own[2], own[6], own[3], own[7], b[c][4 * h + 2], b[c][4 * h + 3]);
-          }
-        }
+        ptx::mma(sums.of[t], own[0], own[4], own[1], own[5], b[4 * h], b[4 * h + 1]);
+        ptx::mma(sums.of[t], own[2], own[6], own[3], own[7], b[4 * h + 2], b[4 * h + 3]);
       }
     }
   }
 };
 
-template <int K2, int MODE, int NB>
+template <int K2, int MODE>
 __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_kernel(const __grid_constant__ ProductParams p) {
 #if __CUDA_ARCH__ >= 800
-  using S = ProductShape<K2, MODE, NB>;
+  using S = ProductShape<K2, MODE>;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, across = warp % kAcross, down = warp / kAcross;
-  const ProductShared layout = product_shared(p, kRoomy, K2, MODE, NB);
+  const ProductShared layout = product_shared(p, kRoomy, K2, MODE);
   const int begin = first_work(p, blockIdx.x), end = first_work(p, blockIdx.x + 1), length = p.segments * p.blocks * 8;
   const int parts_count = ((end - 1) / length - begin / length + 1) * p.segments;
   Part* parts = (Part*)(shared + layout.parts);
@@ -392,8 +349,8 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     return;
   }
 
-  const RowPair<K2, MODE, NB> pair(p);
-  Sums<MODE, NB> sums;
+  const RowPair<K2, MODE> pair(p);
+  Sums<MODE> sums;
   sums.clear();
   int slot = 0, used = 0;  // bytes; parts with products
   for (int i = 0; i < parts_count; i++) {

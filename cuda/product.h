@@ -9,15 +9,15 @@ namespace exl3 {
 
 #define EXL3_RATES(X) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(10) X(12) X(14) X(16)
 
-// What multiplies: the hash itself, or weights decoded to fp16.
+// What multiplies: the hash itself (here), or weights decoded to fp16 (even.h and wide.h).
 enum ProductMode {
   kBytes = 0,        // mul1: four unsigned bytes whose sum is the weight, times int8 activations in one or two planes
   kPairs = 1,        // mcg, 3inst: two halves whose sum is the weight, times fp16 activations
-  kDecodeBytes = 2,  // mul1 decoded, times fp16 activations: more rows than 8, or floating-point operands asked for
+  kDecodeBytes = 2,  // mul1 decoded, times fp16 activations
   kDecodePairs = 3,  // mcg, 3inst decoded
 };
 
-constexpr int kRows = 8;        // most rows of the product here
+constexpr int kRows = 8;        // most rows of the product here, and operand columns
 constexpr int kScaleBlocks = 2;  // blocks of 128 inputs with one scale
 constexpr int kMostWarps = 16;   // of a block, that multiply
 constexpr int kFinishers = 4;    // and those that finish
@@ -77,10 +77,7 @@ inline __host__ __device__ int chunks_of(const ProductParams& p) { return (p.blo
 // eight bytes. Bytes: columns 2r and 2r+1 are the high and low plane of row r. fp16: column r is row r.
 inline constexpr __host__ __device__ int column_bytes(int mode) { return mode == kBytes ? 16 : 32; }
 inline __host__ __device__ int operand_columns(int mode, int rows) { return mode == kBytes ? 2 * rows : rows; }
-// kDecodeBytes: behind the columns the sums of the 16 inputs, a float each row.
-inline __host__ __device__ int operand_row_bytes(int mode, int columns) {
-  return columns * column_bytes(mode) + (mode == kDecodeBytes ? kRows * 4 : 0);
-}
+inline __host__ __device__ int most_rows(int mode) { return kRows / operand_columns(mode, 1); }
 
 // Whether a block may have 163 KiB of shared memory or more, by the architecture of the code.
 inline constexpr __host__ __device__ bool roomy(int architecture) {
@@ -93,14 +90,9 @@ constexpr bool kRoomy = true;
 #endif
 
 // Of a warp's ring: 16 inputs by 64 columns are a row. A slot is a step, and fewer steps cost less, where the operands leave the room.
-// nb: blocks of eight operand columns.
-inline constexpr __host__ __device__ bool large_slots(bool room, int mode, int nb) { return room && mode == kBytes && nb == 1; }
-inline constexpr __host__ __device__ int rows_in_slot(bool room, int k2, int mode, int nb) {
-  return (k2 <= 8 ? 4 : 2) << (int)large_slots(room, mode, nb);
-}
-inline constexpr __host__ __device__ int ring_slots(bool room, int mode, int nb) {
-  return nb == 1 && !large_slots(room, mode, nb) && (room || mode == kBytes) ? 3 : 2;
-}
+inline constexpr __host__ __device__ bool large_slots(bool room, int mode) { return room && mode == kBytes; }
+inline constexpr __host__ __device__ int rows_in_slot(bool room, int k2, int mode) { return (k2 <= 8 ? 4 : 2) << (int)large_slots(room, mode); }
+inline constexpr __host__ __device__ int ring_slots(bool room, int mode) { return !large_slots(room, mode) && (room || mode == kBytes) ? 3 : 2; }
 // Bytes from one row to the next: a warp reads two rows at a time, which then lie in different banks.
 inline constexpr __host__ __device__ int ring_pitch(int k2) { return 64 * k2 + (k2 % 2 ? 0 : 64); }
 
@@ -128,12 +120,12 @@ struct ProductShared {  // offsets in dynamic shared memory
   int slot;             // bytes from one slot of a ring to the next
   int image, image_bytes, scales, squares, exchange, parts, total;
 };
-inline __host__ __device__ ProductShared product_shared(const ProductParams& p, bool room, int k2, int mode, int nb) {
+inline __host__ __device__ ProductShared product_shared(const ProductParams& p, bool room, int k2, int mode) {
   ProductShared s;
   const int warps = kAcross << p.row_shift;
   const int most = p.share + (p.rest > 0 ? 2 : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
-  s.slot = rows_in_slot(room, k2, mode, nb) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
-  s.image = warps * ring_slots(room, mode, nb) * s.slot;
+  s.slot = rows_in_slot(room, k2, mode) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
+  s.image = warps * ring_slots(room, mode) * s.slot;
   const int bound = (most + 3 * chunk - 2) / chunk, chunks = bound < all ? bound : all;  // one of them may be short
   s.image_bytes = p.fused ? chunks * chunk * p.row_bytes : 0;  // of a rotation
   s.scales = s.image + (p.fused ? p.rotations : 0) * s.image_bytes;
@@ -147,7 +139,7 @@ inline __host__ __device__ ProductShared product_shared(const ProductParams& p, 
 using ProductKernel = void (*)(ProductParams);
 struct ProductEntry {
   ProductKernel kernel;
-  int k2, mode, blocks;  // blocks of 8 operand columns
+  int mode;
 };
 // Entries of one rate; defined once for each in product_<k2>.cu.
 struct ProductEntries {

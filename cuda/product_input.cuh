@@ -94,17 +94,6 @@ __device__ __forceinline__ void rotate_chunk(const ProductParams& p, const Chunk
 #pragma unroll
       for (int half = 0; half < 2; half++)
         *(__half2*)(out + 8 * half) = __floats2half2_rn(v[k][2 * half] * factor, v[k][2 * half + 1] * factor);
-      if constexpr (MODE == kDecodeBytes) {  // sums of 16 inputs
-        float sum = 0.f;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const __half2 h = __floats2half2_rn(v[k][2 * half] * factor, v[k][2 * half + 1] * factor);
-          sum += __low2float(h) + __high2float(h);
-        }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (c == 0) *(float*)(image + (int64_t)(k * 8 + lane / 4) * p.row_bytes + p.columns * 32 + row * 4) = sum;
-      }
     }
   }
   // of a high plane's unit, 256 of the low one's

@@ -8,19 +8,17 @@ namespace exl3 {
 #define EXL3_CONCAT(a, b) EXL3_CONCAT_(a, b)
 
 static const ProductEntry entries[] = {
-    {product_kernel<EXL3_K2, kBytes, 1>, EXL3_K2, kBytes, 1},
-    {product_kernel<EXL3_K2, kBytes, 2>, EXL3_K2, kBytes, 2},
-    {product_kernel<EXL3_K2, kDecodeBytes, 1>, EXL3_K2, kDecodeBytes, 1},
+    {product_kernel<EXL3_K2, kBytes>, kBytes},
 #if EXL3_K2 % 2 == 0  // half rates exist for mul1 only
-    {product_kernel<EXL3_K2, kPairs, 1>, EXL3_K2, kPairs, 1},
+    {product_kernel<EXL3_K2, kPairs>, kPairs},
 #endif
 };
 
 #define EXL3_EVEN(mode, blocks) {even::even_kernel<EXL3_K2, mode, blocks>, mode, blocks}
 static const even::EvenEntry even_entries[] = {
-    EXL3_EVEN(kDecodeBytes, 2), EXL3_EVEN(kDecodeBytes, 4), EXL3_EVEN(kDecodeBytes, 8),
+    EXL3_EVEN(kDecodeBytes, 1), EXL3_EVEN(kDecodeBytes, 2), EXL3_EVEN(kDecodeBytes, 4), EXL3_EVEN(kDecodeBytes, 8),
 #if EXL3_K2 % 2 == 0
-    EXL3_EVEN(kDecodePairs, 2), EXL3_EVEN(kDecodePairs, 4), EXL3_EVEN(kDecodePairs, 8),
+    EXL3_EVEN(kDecodePairs, 1), EXL3_EVEN(kDecodePairs, 2), EXL3_EVEN(kDecodePairs, 4), EXL3_EVEN(kDecodePairs, 8),
 #endif
 };
 

@@ -103,6 +103,18 @@ __device__ __forceinline__ void store_in_cluster(uint32_t to, float v, uint32_t 
 }
 #endif
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A warpgroup's registers a thread, up or down.
+template <int N>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------ copies on sm_80
 __device__ __forceinline__ void copy16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");

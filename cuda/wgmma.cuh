@@ -69,15 +69,6 @@ template <int LEFT>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
-// A warpgroup's registers a thread, up or down.
-template <int N>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
 // Four 8 x 8 matrices of halves, transposed on the way: lanes 8i .. 8i+7 hold the addresses of the rows of matrix i.
 __device__ __forceinline__ void store_matrices_transposed(void* shared, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(ptx::shared_address(shared)), "r"(r[0]), "r"(r[1]),

@@ -392,17 +392,17 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   __syncthreads();
   ptx::launch_dependents();
   if (warp >= 8) {
-    fewer_registers<kFewRegisters>();
+    ptx::fewer_registers<kFewRegisters>();
     if (warp == 8) {
       if (thread_index() % 32 == 0) wide_fetch<K2, ROWS>(p, space, cluster, clusters, rank);
       __syncwarp();
     }
     ptx::wait_for_previous();
   } else {
-    more_registers<kManyRegisters>();
+    ptx::more_registers<kManyRegisters>();
     ptx::wait_for_previous();
     wide_multiply<K2, MODE, ROWS>(p, space, cluster, clusters, rank);
-    fewer_registers<kFewRegisters>();
+    ptx::fewer_registers<kFewRegisters>();
   }
   wide_finish<K2, ROWS>(p, space, cluster, clusters, rank);
 #endif

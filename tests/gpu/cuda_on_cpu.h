@@ -110,7 +110,14 @@ inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
 inline void __syncthreads() { exl3::emulator::barrier(); }
 inline void __syncwarp() { exl3::emulator::exchange(0, 0); }
 inline void __threadfence() {}
-inline float __shfl_xor_sync(unsigned, float v, int mask) { return lane_xor(v, mask); }
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int mask) {
+  int words[sizeof(T) / 4];
+  memcpy(words, &v, sizeof v);
+  for (int& w : words) w = lane_xor(w, mask);
+  memcpy(&v, words, sizeof v);
+  return v;
+}
 inline unsigned __ballot_sync(unsigned, bool v) {
   int all = v ? 1 << lane_id() : 0;
   for (int m = 1; m < 32; m <<= 1) all |= lane_xor(all, m);

@@ -8,19 +8,19 @@ using namespace exl3;
 
 constexpr int kSharedBytes = 232448;  // of a block on 9.0
 
-template <int K2, int MODE, int NB>
+template <int K2, int MODE>
 static int run(ProductParams p, int blocks) {
   const int work = p.first_group[p.count] * p.segments * p.blocks * 8;
   p.share = work / 2 / blocks * 2;
   p.rest = work / 2 % blocks;
-  ProductParams most = p;  // as set_shape of linear.cu: the number of warps is that of eight rows
-  most.rows = kRows;
-  most.columns = operand_columns(MODE, kRows);
-  most.row_bytes = operand_row_bytes(MODE, most.columns);
-  for (most.row_shift = 3; product_shared(most, kRoomy, K2, MODE, most.columns > 8 ? 2 : 1).total > kSharedBytes;) most.row_shift--;
+  ProductParams most = p;  // as set_shape of linear.cu: the number of warps is that of the most rows
+  most.rows = most_rows(MODE);
+  most.columns = kRows;
+  most.row_bytes = most.columns * column_bytes(MODE);
+  for (most.row_shift = 3; product_shared(most, kRoomy, K2, MODE).total > kSharedBytes;) most.row_shift--;
   p.row_shift = most.row_shift;
   p.fused = p.rows <= 2;
-  p.row_bytes = operand_row_bytes(MODE, p.columns);
+  p.row_bytes = p.columns * column_bytes(MODE);
   const size_t image_bytes = (size_t)p.rotations * p.blocks * 8 * p.row_bytes;
   std::vector<uint8_t> image(image_bytes + 64, 0x7f);  // NaNs where nothing is written
   p.image = (uint8_t*)(((uintptr_t)image.data() + 63) & ~(uintptr_t)63);
@@ -37,7 +37,7 @@ static int run(ProductParams p, int blocks) {
       }
   for (int b = 0; b < blocks; b++) {  // in this order no block waits: sums travel upwards
     cuda_block = {b, 0, 0};
-    run_cuda_block(product_threads(p), [&] { product_kernel<K2, MODE, NB>(p); });
+    run_cuda_block(product_threads(p), [&] { product_kernel<K2, MODE>(p); });
   }
   for (float v : inbox)
     if (__float_as_uint(v)) return -1;  // left behind
@@ -49,10 +49,10 @@ EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int blocks) {
   const bool bytes = w.codebook == EXL3_MUL1;
   auto p = params_of<ProductParams>(a);
   p.planes = a->planes;
-  p.columns = operand_columns(bytes && a->planes ? kBytes : kPairs, a->rows);
-  if (w.k2 == 8 && bytes && a->planes == 0) return run<8, kDecodeBytes, 1>(p, blocks);
-  if (w.k2 == 8 && bytes) return p.columns > 8 ? run<8, kBytes, 2>(p, blocks) : run<8, kBytes, 1>(p, blocks);
-  if (w.k2 == 3 && bytes && p.columns <= 8) return run<3, kBytes, 1>(p, blocks);
-  if (w.k2 == 14 && !bytes) return run<14, kPairs, 1>(p, blocks);
+  p.columns = operand_columns(bytes ? kBytes : kPairs, a->rows);
+  if (p.columns > kRows) return EXL3_UNSUPPORTED;
+  if (w.k2 == 8 && bytes) return run<8, kBytes>(p, blocks);
+  if (w.k2 == 3 && bytes) return run<3, kBytes>(p, blocks);
+  if (w.k2 == 14 && !bytes) return run<14, kPairs>(p, blocks);
   return EXL3_UNSUPPORTED;
 }

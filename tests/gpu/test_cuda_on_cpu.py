@@ -221,7 +221,6 @@ def check_group(
     activation: str | None,
     grid: int,
     shared: bool,
-    planes: int = 2,
 ) -> None:
     """A group of matrices, or gate and up, behind a norm; outputs poisoned."""
     torch.manual_seed(rows)
@@ -240,7 +239,7 @@ def check_group(
     block = blocks.LINEAR.pack(
         x.data_ptr(), norm.data_ptr(), *(ctypes.addressof(s) for s in structs), *pad, *(y.data_ptr() for y in ys), *gap, n_in,
         *(y.stride(0) for y in ys), *gap, 0, 0, 1e-5, rows, len(ws), 0, 0,
-        planes, shared or len(ws) == 1, blocks.ACTIVATIONS[activation], 0,
+        2, shared or len(ws) == 1, blocks.ACTIVATIONS[activation], 0,
     )  # fmt: skip
     assert library.on_cpu(block, grid) == 0
     for y, want in zip(ys, wants):
@@ -252,7 +251,7 @@ def check_group(
     [
         ("mul1", 4, 1, 1000, [700], None, 7),  # runs that end in the middle of column groups
         ("mul1", 4, 1, 1000, [128], None, 9),  # a group shared by many blocks
-        ("mul1", 4, 5, 300, [256, 130], None, 2),
+        ("mul1", 4, 4, 300, [256, 130], None, 2),
         ("mul1", 4, 2, 300, [256, 130], None, 5),
         ("mul1", 4, 3, 700, [300, 300], "silu", 4),
         ("mul1", 4, 2, 700, [300, 300], "silu", 7),
@@ -268,33 +267,32 @@ def test_product(
     check_group(product, codebook, K, rows, n_in, sizes, activation, grid, shared)
 
 
-@pytest.mark.parametrize("codebook,K,planes", [("mul1", 4, 2), ("mul1", 4, 0), ("3inst", 7, 2)])
-def test_a_row_has_the_same_bits_alone(product: ctypes.CDLL, codebook: str, K: float, planes: int) -> None:
-    """Eight rows take other instances and steps than one; runs begin and end within chunks of inputs."""
+@pytest.mark.parametrize("codebook,K,most,kind", [("mul1", 4, 4, "product"), ("3inst", 7, 8, "product"), ("mul1", 4, 20, "even")])
+def test_a_row_has_the_same_bits_alone(request: pytest.FixtureRequest, codebook: str, K: float, most: int, kind: str) -> None:
+    """Many rows take other steps or instances than one; runs begin and end within chunks of inputs."""
+    library = request.getfixturevalue(kind)
     w = random_weight(2048, 256, K, codebook, "cpu", bias=False, seed=1)
-    x, struct = torch.randn(8, 2048), Library.weight(None, w)  # type: ignore[arg-type]
+    x, struct = torch.randn(most, 2048), Library.weight(None, w)  # type: ignore[arg-type]
 
     def run(rows: int) -> torch.Tensor:
         y = torch.full((rows, 256), float("nan"))
         head = (x.data_ptr(), 0, ctypes.addressof(struct), 0, 0, 0, y.data_ptr(), 0, 0, 0, 2048, 256, 0, 0, 0, 0, 0)
-        block = blocks.LINEAR.pack(*head, 1e-5, rows, 1, 0, 0, planes, 1, 0, 0)
-        assert product.on_cpu(block, 19) == 0
+        block = blocks.LINEAR.pack(*head, 1e-5, rows, 1, 0, 0, 2, 1, 0, 0)
+        assert library.on_cpu(block, 19) == 0
         return y
 
-    all_rows = run(8)
+    all_rows = run(most)
     assert relative(all_rows, x.double() @ exact_weight(w)) < 5e-4
-    for rows in (1, 3, 5):
+    for rows in (1, 3, most // 2):
         assert torch.equal(run(rows), all_rows[:rows])
-
-
-@pytest.mark.parametrize("rows,sizes,activation,grid", [(1, [700], None, 7), (2, [300, 300], "silu", 7), (7, [256, 130], None, 5)])
-def test_product_of_halves(product: ctypes.CDLL, rows: int, sizes: list[int], activation: str | None, grid: int) -> None:
-    check_group(product, "mul1", 4, rows, 700, sizes, activation, grid, True, planes=0)
 
 
 @pytest.mark.parametrize(
     "codebook,K,rows,n_in,sizes,activation,grid",
     [
+        ("mul1", 4, 1, 1000, [700], None, 7),
+        ("mul1", 4, 8, 300, [300, 300], "silu", 5),
+        ("mul1", 4, 7, 384, [256, 130], None, 13),
         ("mul1", 4, 9, 1000, [700], None, 7),  # runs that end in the middle of column groups
         ("mul1", 4, 12, 300, [256, 130], None, 13),  # more blocks than column groups; a group of matrices
         ("mul1", 4, 20, 384, [300, 300], "silu", 4),

@@ -22,6 +22,14 @@ def exact(x: torch.Tensor, w: dict, norm: torch.Tensor | None = None, eps: float
     return y if w["bias"] is None else y + w["bias"].cpu().double()
 
 
+def check_alone(cuda: Library, w: dict, x: torch.Tensor, y: torch.Tensor, planes: int = 2) -> None:
+    """A row has the same bits whatever stands beside it: among few rows, and from there up to 64."""
+    few = 8 if w["codebook"] != "mul1" else 4 if planes else 0
+    beside = 1 if len(x) <= few else few + 1  # the fewest rows of the same kind of product
+    if len(x) <= 64:
+        assert torch.equal(cuda.linear(x[-beside:].contiguous(), [w], planes=planes)[0], y[-beside:]), len(x)
+
+
 def test_emulated_small(emulated: Library) -> None:
     """The portable product, on the emulator (the card's tests below cover the rest)."""
     torch.manual_seed(1)
@@ -49,9 +57,7 @@ def test_rates(cuda: Library, codebook: str, K: float) -> None:
         want = exact(x, w)
         assert relative(y, want) < EXACT, rows
         assert torch.equal(y, cuda.linear(x, [w])[0]) and cuda.clean("linear")
-        if rows <= 8:  # one row gives the same bits whatever stands beside it
-            alone = cuda.linear(x[-1:].contiguous(), [w])[0]
-            assert torch.equal(alone, y[-1:]), rows
+        check_alone(cuda, w, x, y)
 
 
 @pytest.mark.gpu
@@ -62,25 +68,24 @@ def test_shared_column_groups(cuda: Library, codebook: str, n_in: int, n_out: in
     torch.manual_seed(n_in)
     w = random_weight(n_in, n_out, 4, codebook, "cuda", bias=True)
     want = exact_weight(w)
-    for rows in (1, 3, 5, 8, 33):
+    for rows in (1, 3, 4, 5, 8, 33):
         x = torch.randn(rows, n_in, device="cuda").half()
         y = cuda.linear(x, [w])[0]
         assert relative(y, x.cpu().double() @ want + w["bias"].cpu().double()) < EXACT, rows
         assert torch.equal(y, cuda.linear(x, [w])[0]) and cuda.clean("linear")
-        if rows <= 8:
-            assert torch.equal(cuda.linear(x[-1:].contiguous(), [w])[0], y[-1:]), rows
+        check_alone(cuda, w, x, y)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("planes,limit", [(2, EXACT), (1, 2e-2), (0, EXACT)])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 30])
 def test_planes(cuda: Library, planes: int, limit: float, rows: int) -> None:
     torch.manual_seed(3)
     w = random_weight(1024, 512, 4, "mul1", "cuda")
     x = torch.randn(rows, 1024, device="cuda")
     y = cuda.linear(x, [w], planes=planes)[0]
     assert relative(y, exact(x, w)) < limit
-    assert torch.equal(cuda.linear(x[-1:].contiguous(), [w], planes=planes)[0], y[-1:])
+    check_alone(cuda, w, x, y, planes)
 
 
 @pytest.mark.gpu
