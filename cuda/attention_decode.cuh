@@ -216,10 +216,8 @@ __global__ void __launch_bounds__(decode_warps(D) * 32, 2) decode_attention(cons
       ptx::copy_wait<0>();
     else if (stages == 2)
       ptx::copy_wait<1>();
-    else if (stages == 3)
-      ptx::copy_wait<2>();
     else
-      ptx::copy_wait<3>();
+      ptx::copy_wait<2>();
     __syncwarp();
     const uint8_t* k_tile = ring + stage * stage_bytes;
     const uint8_t* v_tile = k_tile + k_side.bytes;

@@ -9,8 +9,7 @@ constexpr int kThreads = (kWarps + kFeeders) * 32;
 constexpr int kStepTiles = 8;       // rows of tiles of a step, the unit of work and a stage of the ring
 constexpr int kMostColumns = 64;    // rows of one pass
 constexpr int kPitch = 132;         // words of 128 sums in shared memory, free of bank conflicts
-constexpr int kCopiedStages = 4;    // of the ring where the multiplying warps copy, and the fewest elsewhere
-constexpr int kMostStages = 12;
+constexpr int kStages = 4;          // of the ring: more only keep the first inputs waiting behind weights
 
 // What a row's operands are worth. Thread blocks of the input's kernel share a row; each has a sum of its part. Sums of halves below 2^29 are exact
 // in 53 bits, so how many blocks there were leaves no trace.
@@ -33,7 +32,6 @@ struct EvenParams {
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
   int32_t rotations;  // 1: all matrices take the same rotated input
   int32_t columns;    // live operand columns
-  int32_t stages;     // of the ring
   const void* x;
   const float* norm_weight;
   int64_t x_stride;
@@ -61,7 +59,7 @@ struct EvenShared {  // dynamic shared memory: the ring, then the sums
 inline __host__ __device__ EvenShared even_shared(const EvenParams& p, int k2) {
   EvenShared s;
   s.stage = stage_bytes(p.columns, k2);
-  s.sums = p.stages * s.stage;
+  s.sums = kStages * s.stage;
   s.total = s.sums + p.segments * p.columns * kPitch * 4;
   return s;
 }

@@ -79,7 +79,7 @@ template <int K2, int NB>
 __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, uint8_t* ring, int r) {
   using S = Stage<K2, NB>;
   constexpr int kEach = kStepTiles / kFeeders;
-  const int all = share.end - share.begin, ahead = min(p.stages, all);
+  const int all = share.end - share.begin, ahead = min(kStages, all);
   auto put_weights = [&](const Walk<K2>& from, uint8_t* stage) {
     uint64_t* full = (uint64_t*)(stage + S::kFull);
     if (r == 0) ptx::barrier_expect(full, S::kImage + S::kWeights);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
     put_weights(weights, to);
     put_inputs(weights, to);
     weights.next(p, share);
-    if (++stage == p.stages) stage = 0, phase ^= 1;
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 }
 
@@ -115,10 +115,10 @@ template <int K2, int NB>
 struct RingReader {
   using S = Stage<K2, NB>;
   uint8_t* ring;
-  int stage = 0, phase = 0, end;  // bytes
+  int stage = 0, phase = 0;  // bytes
 
-  __device__ __forceinline__ RingReader(const EvenParams& p, const Share&, uint8_t* ring) : ring(ring), end(p.stages * S::kBytes) {
-    if (threadIdx.x < p.stages) {
+  __device__ __forceinline__ RingReader(const EvenParams&, const Share&, uint8_t* ring) : ring(ring) {
+    if (threadIdx.x < kStages) {
       uint64_t* full = (uint64_t*)(ring + threadIdx.x * S::kBytes + S::kFull);
       ptx::barrier_init(full, 1);
       ptx::barrier_init(full + 1, kWarps);
@@ -133,7 +133,7 @@ struct RingReader {
   __device__ __forceinline__ void release() {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive((uint64_t*)(ring + stage + S::kEmpty));
     stage += S::kBytes;
-    if (stage == end) stage = 0, phase ^= 1;
+    if (stage == kStages * S::kBytes) stage = 0, phase ^= 1;
   }
 };
 #else
@@ -159,13 +159,13 @@ struct RingReader {
   }
   __device__ __forceinline__ void start(const EvenParams& p) {
     const Walk<K2> first = walk;
-    for (int n = 0; n < kCopiedStages - 1 && walk.left > 0; n++) {
+    for (int n = 0; n < kStages - 1 && walk.left > 0; n++) {
       put_weights(walk, n * kBytes);
       walk.next(p, share);
     }
     ptx::wait_for_previous();
     walk = first;
-    for (; free < (kCopiedStages - 1) * kBytes; free += kBytes) {
+    for (; free < (kStages - 1) * kBytes; free += kBytes) {
       if (walk.left > 0) {
         put_inputs(walk, free);
         walk.next(p, share);
@@ -174,7 +174,7 @@ struct RingReader {
     }
   }
   __device__ __forceinline__ void wait(const EvenParams& p) {
-    ptx::copy_wait<kCopiedStages - 2>();
+    ptx::copy_wait<kStages - 2>();
     ptx::named_sync(1, kCopiers);  // and everyone is done with the step before
     if (walk.left > 0) {
       put_weights(walk, free);
@@ -182,9 +182,9 @@ struct RingReader {
       walk.next(p, share);
     }
     ptx::copy_commit();
-    free = free == (kCopiedStages - 1) * kBytes ? 0 : free + kBytes;
+    free = free == (kStages - 1) * kBytes ? 0 : free + kBytes;
   }
-  __device__ __forceinline__ void release() { stage = stage == (kCopiedStages - 1) * kBytes ? 0 : stage + kBytes; }
+  __device__ __forceinline__ void release() { stage = stage == (kStages - 1) * kBytes ? 0 : stage + kBytes; }
 };
 #endif
 

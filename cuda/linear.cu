@@ -174,13 +174,7 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
     p.columns = plan.blocks * 8;
     p.rows = a->rows < p.columns ? a->rows : p.columns;
   };
-  p.stages = even::kCopiedStages;
   for (set(); plan.blocks > 1 && even::even_shared(p, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
-  if (device.wide) {  // the ring may be as long as it likes, but leaves room for blocks of the next call's rotation
-    const even::EvenShared shared = even::even_shared(p, k2);
-    const int fit = p.stages + (device.shared_bytes - 8192 - shared.total) / shared.stage;
-    p.stages = fit < even::kMostStages ? fit : even::kMostStages;
-  }
   plan.passes = (a->rows + p.columns - 1) / p.columns;
   p.image_stride = (int64_t)plan.passes * p.blocks * 8 * p.columns * 32;
   int64_t at = zero_bytes(device);

@@ -22,7 +22,6 @@ static int run(EvenParams p, int blocks) {
         cuda_block = {part, row, rotation};
         run_cuda_block(even::kPrepareWarps * 32, [&] { prepare_even(p); });
       }
-  p.stages = kCopiedStages;
   const int work = p.first_group[p.count] * p.segments * p.blocks;
   blocks = min(blocks, work);
   p.share = work / blocks;
