@@ -246,8 +246,10 @@ _ROWS: dict[str, list[Setting]] = {
         _never("EXL3_GEMV", "int", 1, "small-row product kernel: 0 off, 1 by heuristic, 2 wherever possible", _PLAN),
         _never("EXL3_GEMV_SMEM", "int", -1, "its way to unpack weights: -1 by rate, 0 shuffles, 1 shared memory", _PLAN),
         _works("EXL3_INT8_GEMV", "0|1|2", _by("1", "0", "1"),
-               "int8 activations in GPU products of mul1 weights: 1 two planes (fp16-grade; ours by default, exllamav3: 2), 2 one plane "
-               "(faster), 0 floating point; `exl3.ops.products.planes` overrides it"),
+               "int8 activations in GPU products of few rows (NVIDIA: up to four) of mul1 weights: 1 two planes (fp16-grade; ours by "
+               "default, exllamav3: 2), 2 one plane (coarse), 0 floating point (NVIDIA: a row then has the same bits in any step of up to "
+               "64 rows); "
+               "`exl3.ops.products.planes` overrides it"),
         _never("EXL3_INT8_GEMV_MAX_K", "int", None, "highest rate of that path (5; 6 from Hopper on)", _PLAN, low=0),
         _never("EXL3_MGEMM_K_THRESHOLD", "int", None, "rate from which pairs of matrices stay in one launch", _PLAN),
         _never("EXL3_MGEMM_N_THRESHOLD", "int", 8192, "width below which pairs stay in one launch", _PLAN),

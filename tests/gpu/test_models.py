@@ -88,8 +88,9 @@ def wider(name, head_dim=64):
 
 def report(name, found):
     if os.environ.get("EXL3_TEST_REPORT"):
+        rounded = {k: float(f"{v:.2g}") for k, v in found.items()}
         with open(os.environ["EXL3_TEST_REPORT"], "a") as f:
-            f.write(f"KL {name}: {({k: float(f'{v:.2g}') for k, v in found.items()})}\n")
+            f.write(f"KL {name}: {rounded}\n")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
