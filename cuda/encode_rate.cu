@@ -1,5 +1,5 @@
 // The encoder of one rate; compiled once for each EXL3_K2 (twice the bits a weight).
-#include "encode.cuh"
+#include "encode_half.cuh"
 
 namespace exl3 {
 
