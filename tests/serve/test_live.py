@@ -62,10 +62,22 @@ def post(port, body):
         return json.loads(r.read())
 
 
+def slow_down(engine, seconds):
+    """A step takes at least `seconds`: an answer does not end before the server looks, however busy the machine."""
+    step = engine.generator.iterate
+
+    def iterate(*args, **kwargs):
+        time.sleep(seconds)
+        return step(*args, **kwargs)
+
+    engine.generator.iterate = iterate
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_takes_its_job_along(model, stream):
     with running(model) as (app, port, _, _):
         engine = app.state.server.engine
+        slow_down(engine, 0.02)
         body = {"prompt": "Hello", "max_tokens": 900, "stream": stream, "ignore_eos": True, "n": 2}
         connection = send(port, body)
         wait_for(lambda: engine.generator.num_active_jobs() == 2)
