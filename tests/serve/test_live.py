@@ -106,8 +106,9 @@ def test_queue_limit(model):
 
     with running(model, limits=Limits(max_queue=2), grace=0) as (app, port, _, _):
         body = {"prompt": "Hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        connections = [send(port, body) for _ in range(2)]
         engine = app.state.server.engine
+        slow_down(engine, 0.02)
+        connections = [send(port, body) for _ in range(2)]
         wait_for(lambda: engine.generator.num_remaining_jobs() == 2)
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(port, {"prompt": "x", "max_tokens": 1})
