@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantize"))
 from tiny_llama import HIDDEN, LAYERS, VOCAB, write_model
 
 import exl3
-from exl3.errors import ArgumentError
+from exl3.cli.eval import command
+from exl3.errors import ArgumentError, MissingTensorError
 from exl3.evaluate import Comparison, Summary
 from exl3.evaluate import compare as module_function
-from exl3.evaluate.compare import gguf_logits, is_gguf, layer_errors
+from exl3.evaluate.compare import check_pair, gguf_logits, is_gguf, layer_errors
 from exl3.evaluate.report import write_report
 from exl3.models import stages
 
@@ -42,6 +43,8 @@ def test_layer_errors_against_streams_kept_by_hand(tmp_path: Path, monkeypatch: 
     for value, x, y in zip(got, *kept):
         assert value == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-5)
     assert layer_errors(a, a, row) == [0.0] * LAYERS
+    deep = exl3.load(write_model(tmp_path / "deep", layers=LAYERS + 1), "cpu")
+    assert layer_errors(a, deep, row) == []  # nothing to compare block by block
     split = exl3.load(tmp_path / "b", "cpu,cpu")
     moves: list[torch.device] = []
     monkeypatch.setattr(stages.ops, "move", lambda x, device: moves.append(device) or x.clone())
@@ -106,6 +109,42 @@ def test_the_page_names_texts_calibration_and_layers(tmp_path: Path):
     assert "| 0 | 0.1000 | 0.2000 |" in page and "| 1 | 0.2000 | 0.2000 |" in page
     assert json.loads((tmp_path / "report" / "report.json").read_text())[0]["layer_errors"] == [0.1, 0.2]
     assert "GGUF" not in page
+    named = dataclasses.replace(made[0], calibration={"rows": 9, "cols": 64, "sources": {"prose": 7, "mine.txt": 2}})
+    assert "q1 9 rows of 64 tokens (prose 7, mine.txt 2)." in write_report([named], tmp_path / "report").read_text()
     odd = dataclasses.replace(made[0], quantized="/m.gguf", layer_errors=[], calibration={"method": "another program's"})
     page = write_report([*made, odd], tmp_path / "report").read_text()
     assert "those of the whole file" in page and "| m.gguf | 3.000 |" in page
+
+
+def test_what_cannot_be_compared_is_told_from_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, other = write_model(tmp_path / "source"), write_model(tmp_path / "other")
+    assert check_pair(source, other) == VOCAB
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB - 2}))
+    with pytest.raises(ArgumentError, match=f"other: has a vocabulary of {VOCAB - 2}, .*source one of {VOCAB}"):
+        check_pair(source, other)
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS + 1}))
+    with pytest.raises(MissingTensorError, match=rf"layers\.{LAYERS}"):
+        check_pair(source, other)
+    with pytest.raises(ArgumentError, match="no such file"):
+        check_pair(source, tmp_path / "m.gguf")
+
+    class Large:
+        bos_id = None
+
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [VOCAB + 3] * len(text)
+
+    (tmp_path / "t.txt").write_text("some text")
+    monkeypatch.setattr(compare_module.Tokenizer, "from_directory", lambda _: Large())
+    with pytest.raises(ArgumentError, match=f"produces id {VOCAB + 3}.*don't belong together"):
+        module_function(source, source, tmp_path / "t.txt", row_len=4, device="cpu")
+
+
+def test_the_verb_checks_every_directory_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, other = write_model(tmp_path / "source"), tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "t.txt").write_text("some text")
+    monkeypatch.setattr("exl3.evaluate.compare", None)  # is not reached
+    with pytest.raises(MissingTensorError, match="other"):
+        command.main([str(p) for p in (source, source, other, "--text", tmp_path / "t.txt")], standalone_mode=False)

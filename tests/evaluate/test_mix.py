@@ -20,7 +20,7 @@ from tiny_llama import VOCAB, write_model
 import exl3
 from exl3 import ops
 from exl3.cli.measure import command
-from exl3.errors import ArgumentError, BackendError, FormatError, NumericalError, UnsupportedError
+from exl3.errors import ArgumentError, BackendError, FormatError, NumericalError, ResourceError, UnsupportedError
 from exl3.evaluate.mix import Measurement, MixGroup, choose, groups_of, measure, write_mix
 from exl3.files import Checkpoint, Tokenizer
 from exl3.quantize.convert import convert
@@ -93,7 +93,7 @@ def test_the_mixture_is_made_of_the_very_tensors(case, tmp_path: Path):
     assert made.keys() == parts[0].keys() and 0 < sum(chosen) < 8
     assert all(torch.equal(t, parts[origin.get(name.rsplit(".", 1)[0], 0)][name]) for name, t in made.items())
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert 2 < config["bits"] <= 3 and result.is_exl3
+    assert 2 < config["bits"] <= 3 and result.is_exl3 and "calibration" not in config
     assert divergence(folder / "source", tmp_path / "out") < found.base_kl
 
 
@@ -104,7 +104,11 @@ def test_levels_and_files(case, tmp_path: Path):
     found.write(tmp_path / "m.json")
     assert Measurement.read(tmp_path / "m.json") == found
     good = json.loads((tmp_path / "m.json").read_text())
-    for text in ("{}", "nonsense", json.dumps({**good, "quants": ["a"]}), json.dumps({**good, "base_kl": float("nan")})):
+    first, rest = good["groups"][0], good["groups"][1:]
+    wrong = [{"quants": ["a"]}, {"quants": "ab"}, {"quants": [1, 2]}, {"reference": 5}, {"base_kl": None}, {"base_kl": "x"}]
+    wrong += [{"base_kl": float("nan")}, {"groups": [*good["groups"], first]}]
+    wrong += [{"groups": [first | change, *rest]} for change in ({"keys": []}, {"keys": [5]}, {"bits": [float("inf")] * 2}, {"kl": [1]})]
+    for text in ("{}", "nonsense", "[" * 100_000, *(json.dumps({**good, **change}) for change in wrong)):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(FormatError, match=r"bad\.json"):
             Measurement.read(tmp_path / "bad.json")
@@ -118,17 +122,39 @@ def test_what_cannot_be_mixed_is_refused(case, tmp_path: Path):
         measure(folder / "source", [folder / "2", folder / "4"], IDS, device="cpu", level=7)
     with pytest.raises(ArgumentError, match="not an EXL3 model"):
         measure(folder / "source", [folder / "2", folder / "source"], IDS, device="cpu")
+    with pytest.raises(ArgumentError, match="named twice"):
+        measure(folder / "source", [folder / "2", tmp_path / ".." / folder / "2"], IDS, device="cpu")
+    with pytest.raises(ArgumentError, match="give the unquantized one"):
+        measure(folder / "4", [folder / "2", folder / "4"], IDS, device="cpu")
+    for ids in (IDS + 300, IDS - 1000):
+        with pytest.raises(ArgumentError, match=f"outside the vocabulary of {VOCAB}"):
+            measure(folder / "source", [folder / "2", folder / "4"], ids, device="cpu")
     other = write_model(tmp_path / "other", layers=1)
+    with pytest.raises(ArgumentError, match=r"2: is another model than .*other"):
+        measure(other, [folder / "2", folder / "4"], IDS, device="cpu")
     convert(other, tmp_path / "o", 2, cal_data=str(folder / "cal.safetensors"), **OPTIONS)
     with pytest.raises(ArgumentError, match="another model"):
         measure(folder / "source", [folder / "2", tmp_path / "o"], IDS, device="cpu")
     convert(folder / "source", tmp_path / "mcg", 3, cal_data=str(folder / "cal.safetensors"), codebook="mcg", **OPTIONS)
+    with pytest.raises(UnsupportedError, match="codebooks"):
+        measure(folder / "source", [folder / "2", tmp_path / "mcg"], IDS, device="cpu")
     mixed = Measurement("r", [str(folder / "2"), str(tmp_path / "mcg")], 2, 1, 0.0, [MixGroup(g.keys, g.bits, g.kl) for g in found.groups])
     with pytest.raises(UnsupportedError, match="codebooks"):
         write_mix(mixed, [1] * 8, tmp_path / "x")
     with pytest.raises(ArgumentError, match="choose another"):
         write_mix(found, [0] * 8, folder / "2")
+    with pytest.raises(ArgumentError, match="not EXL3"):
+        write_mix(found, [0] * 8, other)
+    with pytest.raises(ArgumentError, match="was measured and is not there"):
+        choose(dataclasses.replace(found, quants=[str(tmp_path / "gone"), found.quants[1]]), 3)
     assert Checkpoint.open(folder / "2").is_exl3
+
+
+def test_a_measurement_that_does_not_fit_into_memory_is_refused(case):
+    folder, _ = case
+    many = torch.zeros(1, 1, dtype=torch.int32).expand(1 << 20, 1 << 20)
+    with pytest.raises(ResourceError, match=r"the measurement needs .*Use fewer rows"):
+        measure(folder / "source", [folder / "2", folder / "4"], many, device="cpu")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

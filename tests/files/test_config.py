@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from exl3.errors import FormatError, MissingTensorError, UnsupportedError
+from exl3.errors import ArgumentError, FormatError, MissingTensorError, UnsupportedError
 from exl3.files import Checkpoint, read_header
 from exl3.files import config as cfg
 
@@ -153,6 +154,11 @@ def test_quantization_config_has_the_fields_of_the_format():
     assert list(block) == ["quant_method", "version", "bits", "head_bits", "calibration", "out_scales", "codebook"]
     assert (block["quant_method"], block["bits"], block["head_bits"]) == ("exl3", 4.02, 6) and isinstance(block["version"], str)
     assert json.dumps(cfg.quantization_config(bits=4.0, head_bits=2.5, codebook="mcg")["bits"]) == "4"
+    assert block["calibration"] == {"rows": 250, "cols": 2048}
+    calibration = {"rows": 3, "cols": 8, "sources": {"prose": 3, "random": 0}}
+    assert cfg.quantization_config(bits=4, head_bits=6, codebook="mcg", calibration=calibration)["calibration"] == {
+        "rows": 3, "cols": 8, "sources": {"prose": 3},
+    }  # fmt: skip
 
 
 def test_written_config(tmp_path):
@@ -218,3 +224,23 @@ def test_companions_are_copied_weights_are_not(tmp_path):
         (source / name).write_text(name)
     (source / "sub").mkdir()
     assert cfg.copy_companions(source, target) == sorted(keep) == sorted(p.name for p in target.iterdir())
+
+
+def test_a_model_is_written_over_its_like_alone(tmp_path):
+    cfg.check_target(tmp_path / "yet to be made")
+    cfg.check_target(tmp_path)  # empty
+    save_file({"base_model.x.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", ".shard-00001.7.tmp"):
+        (tmp_path / name).touch()
+    cfg.check_target(tmp_path)  # what an interrupted run leaves, and an adapter
+    block = cfg.quantization_config(bits=3, head_bits=6, codebook="mul1")
+    cfg.write_config(tmp_path, {"a": 1}, block, has_head=True)
+    cfg.check_target(tmp_path)
+    for config in ('{"a": 1}', '{"quantization_config": {"quant_method": "fp8"}}', '{"quantization_config": 3}', "{damaged"):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ArgumentError, match=r"place .*holds a model that is not EXL3"):
+            cfg.check_target(tmp_path, "place")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "consolidated.safetensors").touch()
+    with pytest.raises(ArgumentError, match=r"holds consolidated\.safetensors"):
+        cfg.check_target(tmp_path)

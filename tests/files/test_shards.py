@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections import namedtuple
 
@@ -106,6 +107,23 @@ def test_failure_leaves_the_old_files(tmp_path):
         assert listing(tmp_path) != ["model.safetensors"], "a shard should be under way"
         raise ZeroDivisionError
     assert listing(tmp_path) == ["model.safetensors"]
+
+
+def test_a_full_disk_leaves_the_model_that_was_there(tmp_path, monkeypatch):
+    """The configuration is taken away when nothing is left to be written, and the new one is yet to come."""
+    for settled in (False, True):
+        write_shards(tmp_path, {"old": T["t0"]})
+        for name in ("config.json", "quantization_config.json"):
+            (tmp_path / name).write_text("{}")
+        with monkeypatch.context() as m, pytest.raises(ResourceError), ShardWriter(tmp_path) as out:
+            out.add({"a": T["t0"]})
+            if settled:
+                out.settle()
+                out.add({"b": T["t0"]})
+            m.setattr(shutil, "disk_usage", lambda _: namedtuple("U", "free")(1))
+            out.settle()
+        assert listing(tmp_path) == (["model.safetensors"] if settled else ["config.json", "model.safetensors", "quantization_config.json"])
+        assert list(load_file(tmp_path / "model.safetensors")) == ["old"]
 
 
 def test_half_written_shards_are_no_model(tmp_path):

@@ -91,8 +91,10 @@ def test_own_files(tmp_path: Path):
     save_file({"input_ids": ids, "lengths": torch.tensor([15, 12, 15, 4])}, tmp_path / "a.safetensors")
     c = cal.from_file(str(tmp_path / "a.safetensors"), None, 12, 100, None)
     assert c.ids.tolist() == ids[:3, :12].tolist()  # cropped, never padded; a row too short is left out
-    with pytest.warns(UserWarning, match="3 rows, 9 were asked"):
+    with pytest.warns(UserWarning, match="3 rows of the usual 9"):
         cal.from_file(str(tmp_path / "a.safetensors"), 9, 12, 100, None)
+    with pytest.raises(ArgumentError, match="3 rows, cal_rows asks for 9"):
+        cal.from_file(str(tmp_path / "a.safetensors"), 9, 12, 100, None, all_rows=True)
     with pytest.raises(ArgumentError, match="id 59 in row 3"):
         save_file({"input_ids": ids}, tmp_path / "b.safetensors")
         cal.from_file(str(tmp_path / "b.safetensors"), None, None, 59, None)
@@ -108,3 +110,35 @@ def test_own_files(tmp_path: Path):
             cal.from_file(str(tmp_path / name), None, 20, 256, Bytes())
     with pytest.raises(ArgumentError, match="no tokenizer"):
         cal.from_file(str(tmp_path / "t.txt"), None, 20, 256, None)
+
+
+def test_random_tokens_keep_their_share_where_the_text_ends():
+    with pytest.warns(UserWarning, match="calibration rows"):
+        c = cal.bundled(Bytes(), 20_000, 2048, 256)
+    assert 0 < c.rows < 20_000 and c.sources["random"] / c.rows <= 0.04 and sum(c.sources.values()) == c.rows
+    with pytest.raises(ArgumentError, match="no row of 100000000 tokens"):
+        cal.bundled(Bytes(), 2, 100_000_000, 256)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([15, 15]), r"whole number for each of 4 rows"),
+        (torch.full((4, 1), 15), r"whole number for each of 4 rows"),
+        (torch.zeros(0, dtype=torch.int64), r"whole number for each of 4 rows"),
+        (torch.full((4,), float("nan")), r"whole number for each of 4 rows"),
+        (torch.full((4,), 16), "names 16 tokens, the rows have 15"),
+        (torch.full((4,), -5), "rows of -5 tokens are too short"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_rows(tmp_path: Path, lengths: torch.Tensor, message: str):
+    save_file({"input_ids": torch.arange(60).view(4, 15), "lengths": lengths}, tmp_path / "a.safetensors")
+    with pytest.raises(ArgumentError, match=message):
+        cal.from_file(str(tmp_path / "a.safetensors"), None, 12, 100, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_ids_are_whole_numbers(tmp_path: Path, dtype: torch.dtype):
+    save_file({"input_ids": torch.ones(4, 15).to(dtype)}, tmp_path / "a.safetensors")
+    with pytest.raises(ArgumentError, match="whole numbers"):
+        cal.from_file(str(tmp_path / "a.safetensors"), None, 12, 100, None)

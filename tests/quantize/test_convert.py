@@ -74,7 +74,7 @@ def test_writes_a_model_that_loads_and_is_close(tmp_path: Path, calibration: Pat
     config = json.loads((out / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     assert config["quantization_config"]["bits"] == 8 and config["quantization_config"]["codebook"] == "mul1"
-    assert config["quantization_config"]["calibration"] == {"rows": 12, "cols": 48}
+    assert config["quantization_config"]["calibration"] == {"rows": 12, "cols": 48, "sources": {"cal.safetensors": 12}}
     storage = json.loads((out / "quantization_config.json").read_text())["tensor_storage"]
     assert storage["model.layers.0.mlp.down_proj"]["bits_per_weight"] == 8
     ids = torch.arange(40) % VOCAB
@@ -175,6 +175,57 @@ def test_resume_refuses_other_settings_and_sources(tmp_path: Path, model_dir: Pa
     report = convert(work_dir=work, resume=True, max_module=99, verbose=True)
     assert report.bits == 3 and json.loads((out / "config.json").read_text())["quantization_config"]["codebook"] == "mcg"
     assert not (work / "modules").exists() and (work / "report.json").exists() and "tensors:" in (work / "recipe.yaml").read_text()
+
+
+def test_a_job_goes_on_from_another_folder(tmp_path: Path, model_dir: Path, calibration: Path, monkeypatch):
+    """Every path is stored whole, and one that is given again may be written in any way."""
+    (tmp_path / "r.yaml").write_text('tensors:\n  "*": 2\n')
+    monkeypatch.chdir(tmp_path)
+    paths = {"cal_data": calibration.name, "recipe": "r.yaml"}
+    with pytest.raises(JobError, match="max-module"):
+        convert(model_dir.name, "out", devices="cpu", checkpoint_interval=0, max_module=0, **paths)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(JobError, match="max-module"):
+        convert(work_dir="../out.work", resume=True, max_module=1, cal_data="../cal.safetensors", recipe=tmp_path / "r.yaml")
+    assert convert(work_dir="../out.work", resume=True).bits == 2 and (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_damaged_work_folder_is_told_before_the_next_layer(tmp_path: Path, model_dir: Path, calibration: Path, monkeypatch):
+    work, embed = tmp_path / "out.work", LAYERS + 1
+    with pytest.raises(JobError, match="max-module"):
+        run(model_dir, tmp_path / "out", calibration, 2, max_module=0, embed_bits=4)
+    monkeypatch.setattr("exl3.quantize.convert.quantize_block", None)  # is not reached
+    for index in (0, embed):
+        path = work / "modules" / f"{index:05d}.safetensors"
+        whole = path.read_bytes()
+        for content in (None, whole[:-1]):
+            path.unlink() if content is None else path.write_bytes(content)
+            with pytest.raises(JobError, match=rf"{path.name}: not readable.*remove the work folder"):
+                convert(work_dir=work, resume=True)
+        path.write_bytes(whole)
+    plan = json.loads((work / "job.json").read_text())
+    for damaged in ([], {}, {"version": plan["version"]}, plan | {"rates": None}, plan | {"options": []}):
+        (work / "job.json").write_text(json.dumps(damaged))
+        with pytest.raises(JobError, match=r"job\.json: is not the plan"):
+            convert(work_dir=work, resume=True)
+    (work / "job.json").write_text(json.dumps({"version": "0.0.1"}))
+    with pytest.raises(JobError, match=r"begun by exl3 0\.0\.1"):
+        convert(work_dir=work, resume=True)
+
+
+def test_another_model_is_not_written_over(tmp_path: Path, model_dir: Path, calibration: Path):
+    """A conversion replaces a conversion, never an unquantized model; what would be read as part of the result is told first."""
+    other = write_model(tmp_path / "other", seed=5)
+    before = contents(other)
+    with pytest.raises(ArgumentError, match="other: holds a model that is not EXL3"):
+        run(model_dir, other, calibration, 2)
+    assert contents(other) == before and not (tmp_path / "other.work").exists()
+    (tmp_path / "out").mkdir()
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "out" / "part.safetensors")
+    with pytest.raises(ArgumentError, match=r"holds part\.safetensors"):
+        run(model_dir, tmp_path / "out", calibration, 2)
+    assert not (tmp_path / "out.work").exists()
 
 
 def test_a_second_run_in_the_same_folder_is_locked_out(tmp_path: Path, model_dir: Path, calibration: Path):
@@ -317,7 +368,7 @@ def test_tuning_asks_for_its_memory_first_and_holds_nothing_back(tmp_path: Path,
     monkeypatch.undo()
     plain = run(model_dir, tmp_path / "plain", calibration, 2)
 
-    def out_of_memory(*_: object) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 1 GiB")
 
     monkeypatch.setattr("exl3.quantize.convert.tune", out_of_memory)
@@ -365,6 +416,25 @@ def test_bad_sources_and_calibration(tmp_path: Path, model_dir: Path, calibratio
         run(model_dir, tmp_path / "out", calibration)
     for leftover in ("out", "out.work"):
         assert not (tmp_path / leftover).exists()
+
+
+def test_nothing_is_left_of_a_model_found_damaged_on_the_way(tmp_path: Path, model_dir: Path, calibration: Path):
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(NumericalError, match=r"layers\.1\.mlp\.up_proj.*row 3"):
+        run(model_dir, tmp_path / "out", calibration, 2)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(NumericalError, match="row 3"):
+        run(model_dir, tmp_path / "out", calibration, 2)
+    assert (tmp_path / "out").exists()  # it was there
+
+
+def test_fewer_rows_than_were_asked_for(tmp_path: Path, model_dir: Path, calibration: Path):
+    with pytest.raises(ArgumentError, match="12 rows, cal_rows asks for 13"):
+        run(model_dir, tmp_path / "out", calibration, 2, cal_rows=13)
+    assert not (tmp_path / "out.work").exists()
 
 
 @pytest.mark.parametrize(

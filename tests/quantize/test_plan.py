@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_llama import write_model
 
 from exl3.errors import ArgumentError, UnsupportedError
+from exl3.files import Checkpoint
+from exl3.models import build, locate
 from exl3.quantize.allocate import Spec, allocate, allocate_budget, mean_bits
 from exl3.quantize.options import ConvertOptions
+from exl3.quantize.plan import make_plan
 from exl3.quantize.recipe import format_recipe, parse_recipe
 
 
@@ -118,6 +123,34 @@ def test_recipe_errors_name_the_line(text: str, message: str):
         parse_recipe(text)
 
 
+def test_what_a_recipe_gets_wrong_is_said_with_its_place():
+    specs = llama(2)
+    for text, message in (
+        ("tensors:\n  '*': 9\n", r"recipe r\.yaml: \*: 9 is not a rate"),
+        ("tensors:\n  '*.mlp.*': 3\n", r"recipe r\.yaml: .* have no rate"),
+        ("tensors:\n  '*': 3\n  lm_head: 6\n", r"recipe r\.yaml: 'lm_head' matches no tensor .*the head's rate is head_bits"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            parse_recipe(text, "recipe r.yaml").rates(specs, "mul1")
+
+
+def test_the_least_that_is_told_will_do(tmp_path: Path):
+    source = Checkpoint.open(write_model(tmp_path / "source"))
+    model = build(source.config)
+    used = locate(model, source).used
+
+    def planned(total_bits: float) -> float:
+        plan = make_plan(model, source, ConvertOptions(total_bits=total_bits).checked(), used)
+        return plan.stored_bits() / plan.total_weights
+
+    with pytest.raises(ArgumentError, match="cannot be met") as caught:
+        planned(1)
+    least = float(re.search(r"the least is (\d+\.\d\d);", str(caught.value))[1])  # type: ignore[index]
+    assert planned(least) <= least
+    with pytest.raises(ArgumentError, match="cannot be met"):
+        planned(least - 0.01)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -129,6 +162,10 @@ def test_recipe_errors_name_the_line(text: str, message: str):
         ({"bits": 4, "head_bits": 2.5, "codebook": "mcg"}, ArgumentError, "head_bits"),
         ({"bits": 4, "embed_bits": 12}, ArgumentError, "embed_bits"),
         ({"bits": 4, "cal_rows": 0}, ArgumentError, "cal_rows"),
+        ({"bits": 4, "codebook": "mcg", "half_rates": "always"}, ArgumentError, "mcg has whole rates alone"),
+        ({"bits": 4, "damping": 1e300}, ArgumentError, "damping is 1e.300; it must lie between 0 and 1000"),
+        ({"bits": 4, "max_module": -1}, ArgumentError, "max_module"),
+        ({"bits": 4, "last_checkpoint_index": -2}, ArgumentError, "last_checkpoint_index"),
         ({"bits": 4, "mtp_bits": 4}, UnsupportedError, "mtp_bits"),
         ({"bits": 4, "vision_bits": 6}, UnsupportedError, "vision_bits"),
         ({"bits": 4, "ngram_bits": 2}, UnsupportedError, "ngram_bits"),

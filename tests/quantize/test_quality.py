@@ -12,7 +12,7 @@ from tiny_llama import LAYERS, VOCAB, write_model
 
 import exl3
 from exl3 import ops
-from exl3.errors import ArgumentError, JobError
+from exl3.errors import ArgumentError, JobError, NumericalError, ResourceError
 from exl3.files import Checkpoint
 from exl3.quantize.convert import convert
 from exl3.quantize.damping import MULTIPLES
@@ -163,6 +163,38 @@ def test_a_finished_directory_is_tuned_like_a_conversion(tmp_path: Path, source:
     other = write_model(tmp_path / "other", layers=1)
     with pytest.raises(ArgumentError, match="another model"):
         tune_directory(tmp_path / "plain", other, tmp_path / "x", **again)
+    assert not (tmp_path / "x").exists()
+
+
+def test_tuning_is_for_the_embedding_that_is_written(tmp_path: Path, source: Path):
+    ids = torch.randint(0, VOCAB, (128, 48), generator=torch.Generator().manual_seed(9))
+    save_file({"input_ids": ids}, tmp_path / "cal.safetensors")
+    for name, options in (("plain", {}), ("tuned", {"tune": True, "tune_steps": 8})):
+        run(source, tmp_path / name, tmp_path / "cal.safetensors", 2, cal_rows=128, embed_bits=2, **options)
+    again = {"cal_data": str(tmp_path / "cal.safetensors"), "cal_rows": 128, "device": "cpu"}
+    tuned = tune_directory(tmp_path / "plain", source, tmp_path / "again", settings=TuneSettings(steps=8), **again)
+    assert tuned.after < tuned.before and contents(tmp_path / "again") == contents(tmp_path / "tuned")
+
+
+def test_what_stands_against_tuning_is_told_first(tmp_path: Path, source: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch):
+    run(source, tmp_path / "plain", calibration, 2)
+    ids = {"cal_data": str(calibration), "device": "cpu"}
+    loud = write_model(tmp_path / "loud", bias=True)
+    tensors = load_file(loud / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 3e38, dtype=torch.float32)
+    save_file(tensors, loud / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match="NaN or Inf"):
+        tune_directory(tmp_path / "plain", loud, tmp_path / "x", settings=TuneSettings(steps=2), **ids)
+    monkeypatch.setattr("exl3.quantize.retune.tune", None)  # is not reached
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="cannot be made"):
+        tune_directory(tmp_path / "plain", source, tmp_path / "file" / "x", **ids)
+    with pytest.raises(ArgumentError, match="64 rows, cal_rows asks for 65"):
+        tune_directory(tmp_path / "plain", source, tmp_path / "x", cal_rows=65, **ids)
+    with pytest.raises(ResourceError, match=r"tuning needs .* MiB"):
+        tune_directory(tmp_path / "plain", source, tmp_path / "x", cal_rows=1 << 40, device="cpu")
+    with pytest.raises(ArgumentError, match="not EXL3"):
+        tune_directory(tmp_path / "plain", source, write_model(tmp_path / "other", seed=5), **ids)
     assert not (tmp_path / "x").exists()
 
 

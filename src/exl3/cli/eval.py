@@ -40,7 +40,10 @@ def command(
         Path(report_dir).mkdir(parents=True, exist_ok=True)  # what cannot be made is told before the work
         check_json_path(str(Path(report_dir) / "report.md"), "--report")
     from exl3.evaluate import compare
+    from exl3.evaluate.compare import check_pair
 
+    for directory in quantized:  # a wrong one would lose what was measured before it
+        check_pair(reference, directory)
     results = []
     for directory in quantized:
         with progress(f"evaluating {directory}") as step:

@@ -14,7 +14,7 @@ from exl3.errors import ArgumentError
 from exl3.evaluate.metrics import Accumulator, Summary
 from exl3.evaluate.rows import read_text, text_rows
 from exl3.files import Checkpoint, Tokenizer
-from exl3.models import load
+from exl3.models import build, load, locate
 
 # model types that answer nonsense to a text without BOS, whatever their tokenizer's settings say
 DEMANDS_BOS = {"gemma", "gemma2", "gemma3", "gemma3_text"}
@@ -76,12 +76,18 @@ def compare(
     families in DEMANDS_BOS). Works for unquantized and EXL3 directories alike. Raises `ArgumentError` when the text is
     too short or the vocabularies differ, `NumericalError` on NaN or Inf logits.
     """
-    kind = model_type(reference)  # opens the directory: what is wrong with it is told first
+    vocabulary = check_pair(reference, quantized)  # opens the directories: what is wrong with them is told first
+    kind = model_type(reference)
     tokenizer = Tokenizer.from_directory(reference)
     if tokenizer is None:
         raise ArgumentError(f"{reference}: no tokenizer.json, and evaluation starts from text; add the tokenizer's files")
     demands = kind in DEMANDS_BOS if bos is None else bos
     ids = text_rows(tokenizer, read_text(text), row_len, rows, bos=demands)
+    if int(ids.max()) >= vocabulary:
+        raise ArgumentError(
+            f"{reference}: the tokenizer produces id {int(ids.max())}, the model's vocabulary has {vocabulary}; "
+            "the files don't belong together"
+        )
     if is_gguf(quantized):
         return _compare_gguf(reference, quantized, text, ids, device, progress)
     a, b = load(reference, device=device, max_tokens=row_len), load(quantized, device=device, max_tokens=row_len)
@@ -109,6 +115,38 @@ def compare(
         layer_errors=errors,
         calibration=(Checkpoint.open(quantized).config.get("quantization_config") or {}).get("calibration"),
     )
+
+
+def check_pair(reference: str | Path, quantized: str | Path) -> int:
+    """Size of the vocabulary. What the files' headers say against a comparison is raised, before hours of work for other directories."""
+    sizes = [_vocabulary(reference)]
+    if is_gguf(quantized):
+        if not Path(quantized).is_file():
+            raise ArgumentError(f"{quantized}: no such file")
+        _llama(quantized)
+    else:
+        sizes.append(_vocabulary(quantized))
+    if len(set(sizes)) > 1:
+        raise ArgumentError(f"{quantized}: has a vocabulary of {sizes[1]}, {reference} one of {sizes[0]}; these cannot be compared")
+    return sizes[0]
+
+
+def _vocabulary(directory: str | Path) -> int:
+    checkpoint = Checkpoint.open(directory)
+    model = build(checkpoint.config)
+    locate(model, checkpoint)
+    return model.vocab_size
+
+
+def _llama(file: str | Path) -> Any:
+    """llama-cpp-python's model class; ArgumentError where it is not installed."""
+    try:
+        from llama_cpp import Llama
+    except ImportError:
+        raise ArgumentError(
+            f"{file}: GGUF files are evaluated by llama-cpp-python, which is not installed; pip install exl3[gguf]"
+        ) from None
+    return Llama
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -139,13 +177,7 @@ def _compare_gguf(
 def gguf_logits(file: str | Path, row_len: int) -> Callable[[Tensor], Tensor]:
     """row (tokens,) -> logits (tokens, vocab) fp32 of a GGUF file. ArgumentError where llama-cpp-python is missing or refuses the file."""
     try:
-        from llama_cpp import Llama
-    except ImportError:
-        raise ArgumentError(
-            f"{file}: GGUF files are evaluated by llama-cpp-python, which is not installed; pip install exl3[gguf]"
-        ) from None
-    try:
-        model = Llama(model_path=str(file), n_ctx=row_len, n_batch=row_len, logits_all=True, verbose=False)
+        model = _llama(file)(model_path=str(file), n_ctx=row_len, n_batch=row_len, logits_all=True, verbose=False)
     except (ValueError, RuntimeError) as e:
         raise ArgumentError(f"{file}: llama-cpp-python cannot load it ({e})") from None
 
@@ -158,7 +190,10 @@ def gguf_logits(file: str | Path, row_len: int) -> Callable[[Tensor], Tensor]:
 
 
 def layer_errors(reference: Any, quantized: Any, row: Tensor) -> list[float]:
-    """Relative error of the residual stream behind each block, for one row of ids."""
+    """Relative error of the residual stream behind each block, for one row of ids; none where the blocks are not alike."""
+    shapes = [(len(m.blocks), m.config.hidden_size) for m in (reference, quantized)]
+    if shapes[0] != shapes[1]:
+        return []
     streams = [_streams(model, row) for model in (reference, quantized)]
     return [float((b - a).norm() / a.norm().clamp_min(1e-30)) for a, b in zip(*streams)]
 

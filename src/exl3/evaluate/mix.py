@@ -20,14 +20,15 @@ from exl3.cache import Batch
 from exl3.errors import ArgumentError, FormatError, NumericalError, UnsupportedError
 from exl3.evaluate.metrics import kl_divergence
 from exl3.files import Checkpoint, ShardWriter
-from exl3.files.config import copy_companions, tensor_storage, write_config, write_quantization_config
-from exl3.files.shards import write_json
-from exl3.models import load
+from exl3.files.config import check_target, copy_companions, tensor_storage, write_config, write_quantization_config
+from exl3.files.shards import make_output, write_json
+from exl3.models import load, memory
 from exl3.models.loading import locate
 from exl3.models.registry import build
 from exl3.nn import Linear
 from exl3.quantize.allocate import solve
 from exl3.quantize.compile import plain_tensors
+from exl3.quantize.plan import check_memory
 
 LEVELS = (0, 1, 2, 3)
 HEAD_TOKENS = 2048
@@ -65,7 +66,13 @@ class Measurement:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             groups = [MixGroup(list(g["keys"]), [int(b) for b in g["bits"]], [float(k) for k in g["kl"]]) for g in data["groups"]]
             made = cls(groups=groups, **{name: data[name] for name in _FIELDS})
-        except (OSError, ValueError, KeyError, TypeError) as e:
+            made.base_kl = float(made.base_kl)
+            if not (isinstance(made.quants, list) and all(isinstance(name, str) for name in [made.reference, *made.quants])):
+                raise TypeError("reference and quants must name directories")
+            keys = [key for g in groups for key in g.keys]
+            if not all(g.keys for g in groups) or not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+                raise ValueError("its groups must name matrices, each one once")
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             raise FormatError(f"{path}: not a measurement of `exl3 measure` ({type(e).__name__}: {e})") from None
         if not all(math.isfinite(k) for g in groups for k in [*g.kl, made.base_kl]):
             raise FormatError(f"{path}: holds figures that are not finite; measure again")
@@ -101,11 +108,24 @@ def measure(
         raise ArgumentError(f"{len(quants)} quantized directory; at least two are needed to mix")
     if level not in LEVELS:
         raise ArgumentError(f"level is {level}; use 0 (blocks), 1 (attention and MLP), 2 (what shares an input) or 3 (single matrices)")
+    if len({Path(q).resolve() for q in quants}) < len(quants):
+        raise ArgumentError("a quantized directory is named twice; at least two different ones are needed to mix")
     sources = [_open(q) for q in quants]
+    if Checkpoint.open(reference).is_exl3:
+        raise ArgumentError(f"{reference}: is an EXL3 model; give the unquantized one as the reference")
     original, base = load(reference, device=device), load(quants[0], device=device)
     if original.split or base.split:
         raise UnsupportedError(f"device {device}: parts of a model are measured on one device; name one that holds both models")
+    if not _same(original, base):
+        raise ArgumentError(f"{quants[0]}: is another model than {reference}; give the original it was made from")
     others = [_shell(s, base, q) for s, q in zip(sources[1:], quants[1:])]
+    _check_codebooks((s, key) for s in sources for block in base.blocks for pairs in groups_of(block, 0) for key, _ in pairs)
+    need = {
+        "streams in front of every block": 4 * ids.numel() * base.config.hidden_size * (len(base.blocks) + 4),
+        "one block's work": memory.workspace_bytes(base, ids.numel()),
+    }
+    check_memory(need, base.device, "Use fewer rows, or shorter ones", "the measurement")
+    _check_ids(ids, base)
     batch = Batch.whole(ids.to(base.device).int())
     with torch.inference_mode():
         wanted = original.embed(batch)
@@ -134,14 +154,42 @@ def _open(directory: str | Path) -> Checkpoint:
     return checkpoint
 
 
+def _measured(directory: str) -> Checkpoint:
+    """One of a measurement's quants."""
+    if not Path(directory).is_dir():
+        raise ArgumentError(f"{directory}: was measured and is not there; go where `exl3 measure` ran, or measure again")
+    return _open(directory)
+
+
 def _shell(source: Checkpoint, base: Any, directory: str | Path) -> Any:
     """An empty model of another quant, to load single blocks into; ArgumentError unless it is the same model."""
     model = build(source.config)
     locate(model, source)
-    if type(model) is not type(base) or len(model.blocks) != len(base.blocks) or model.config.hidden_size != base.config.hidden_size:
+    if not _same(model, base):
         raise ArgumentError(f"{directory}: is another model than {base.path}; give quantizations of one model")
     model.place(base.device, base.dtype)
     return model
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two models, loaded or not, have one shape: streams and logits can be compared."""
+    kinds = [(type(m), len(m.blocks), m.config.hidden_size, m.config.vocab_size) for m in (a, b)]
+    return kinds[0] == kinds[1]
+
+
+def _check_codebooks(matrices: Iterable[tuple[Checkpoint, str]]) -> None:
+    books = {source.linear(key).codebook for source, key in matrices} - {None}
+    if len(books) > 1:
+        raise UnsupportedError(
+            f"the quants use different codebooks ({', '.join(sorted(str(b) for b in books))}); mix quants of one codebook"
+        )
+
+
+def _check_ids(ids: Tensor, model: Any) -> None:
+    """ArgumentError for ids outside the vocabulary, for which the embedding would give zeros."""
+    wrong = ids[(ids < 0) | (ids >= model.vocab_size)]
+    if len(wrong):
+        raise ArgumentError(f"ids: {int(wrong[0])} is outside the vocabulary of {model.vocab_size}; is the tokenizer another's?")
 
 
 def _candidates(base: Any, sources: list[Checkpoint], level: int, found: Measurement) -> Iterator[tuple[int, int, int]]:
@@ -227,7 +275,7 @@ def choose(found: Measurement, bits: float) -> list[int]:
     """
     if not math.isfinite(bits):
         raise ArgumentError(f"bits is {bits:g}; a finite number is needed")
-    base = _open(found.quants[0])
+    base = _measured(found.quants[0])
     weights = [_weights(base, g.keys) for g in found.groups]
     cost = [[float(b) for b in g.bits] for g in found.groups]
     loss = [[k - found.base_kl for k in g.kl] for g in found.groups]
@@ -258,17 +306,15 @@ def write_mix(found: Measurement, chosen: Sequence[int], output: str | Path, *, 
     output = Path(output)
     if output.resolve() in {Path(q).resolve() for q in [*found.quants, found.reference]}:
         raise ArgumentError(f"output {output}: is one of the measured directories; choose another")
-    sources = [_open(q) for q in found.quants]
+    check_target(output, "output")
+    sources = [_measured(q) for q in found.quants]
     base = sources[0]
     origin = {key: q for group, q in zip(found.groups, chosen) for key in group.keys}
     model = build(base.config)
     locate(model, base)
-    books = {base.linear(key).codebook for key in origin} | {sources[q].linear(key).codebook for key, q in origin.items()}
-    if len(books - {None}) > 1:
-        raise UnsupportedError(
-            f"the quants use different codebooks ({', '.join(sorted(str(b) for b in books))}); mix quants of one codebook"
-        )
+    _check_codebooks([(base, key) for key in origin] + [(sources[q], key) for key, q in origin.items()])
     _check_unchanged(found, sources)
+    make_output(output)
     written: set[str] = set()
     with ShardWriter(output, shard_size) as out:
         for block in model.blocks:
@@ -281,8 +327,10 @@ def write_mix(found: Measurement, chosen: Sequence[int], output: str | Path, *, 
             out.add(tensors)
         rest = sorted(set(base.tensors) - written)
         out.add(base.read(rest))
+        out.settle()
     copy_companions(base.path, output)
     quantization = dict(base.config["quantization_config"])
+    quantization.pop("calibration", None)  # the parts may have seen several
     total = sum(_bits(sources[q], key) for key, q in origin.items())
     quantization["bits"] = round(total / _weights(base, origin), 2)
     config = {k: v for k, v in base.config.items() if k != "quantization_config"}

@@ -57,8 +57,14 @@ def _name(result: Comparison) -> str:
 
 def _calibrations(results: Sequence[Comparison]) -> list[str]:
     found = [(_name(r), r.calibration) for r in results if isinstance(r.calibration, dict)]
-    known = [f"{name} {c['rows']} rows of {c['cols']} tokens" for name, c in found if "rows" in c and "cols" in c]
+    known = [f"{name} {c['rows']} rows of {c['cols']} tokens{_texts(c)}" for name, c in found if "rows" in c and "cols" in c]
     return ["", f"Calibration: {'; '.join(known)}."] if known else []
+
+
+def _texts(calibration: dict[str, Any]) -> str:
+    """The rows of each text, of a directory that says so."""
+    sources = calibration.get("sources")
+    return f" ({', '.join(f'{name} {rows}' for name, rows in sources.items())})" if isinstance(sources, dict) and sources else ""
 
 
 def _rates(results: Sequence[Comparison]) -> list[str]:

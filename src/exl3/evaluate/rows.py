@@ -34,7 +34,7 @@ def text_rows(tokenizer: Any, text: str, row_len: int = 512, rows: int | None = 
     step = row_len - 1 if bos else row_len
     count = ids.numel() // step
     if count == 0:
-        raise ArgumentError(f"the text has {ids.numel()} tokens, one row needs {step}: give more text or a smaller --row-len")
+        raise ArgumentError(f"the text has {ids.numel()} tokens, one row needs {step}: give more text or shorter rows")
     if rows is not None:
         if rows < 1:
             raise ArgumentError(f"rows is {rows}; it must be at least 1")

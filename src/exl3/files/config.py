@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from exl3 import __version__
-from exl3.errors import FormatError, MissingTensorError, UnsupportedError
-from exl3.files.safetensors import TensorInfo, parse_json
+from exl3.errors import ArgumentError, FormatError, MissingTensorError, UnsupportedError
+from exl3.files.safetensors import TensorInfo, is_adapter, parse_json, read_header
 from exl3.files.shards import write_json
 
 _JSON_LIMIT = 1 << 30  # bytes; the largest tokenizer.json in the field has some tens of MB
+_OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # what ShardWriter writes and replaces
 _NESTED = ("text_config", "llm_config", "language_config")
 _COPY_NOT = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz"}
 
@@ -108,7 +110,7 @@ def quantization_config(
     bits: float,
     head_bits: float,
     codebook: str,
-    calibration: Mapping[str, int] | None = None,
+    calibration: Mapping[str, Any] | None = None,
     out_scales: str = "auto",
     mtp_bits: float | None = None,
     vision_bits: int | None = None,
@@ -117,7 +119,8 @@ def quantization_config(
     """The block that marks a model as EXL3 (spec 1.2), in the incumbent's fields and order.
 
     `bits` is the average rate of the decoder's linears without the head, rounded to two decimals here; `head_bits` 16 means an
-    unquantized head; `calibration` is {rows, cols}; `original` the source's own quantization_config, kept for the record.
+    unquantized head; `calibration` is {rows, cols} and, if known, {sources: rows of each text}; `original` the source's own
+    quantization_config, kept for the record.
     """
     block: dict[str, Any] = {
         "quant_method": "exl3",
@@ -127,6 +130,8 @@ def quantization_config(
     }
     if calibration is not None:
         block["calibration"] = {"rows": int(calibration["rows"]), "cols": int(calibration["cols"])}
+        if sources := {str(name): int(rows) for name, rows in calibration.get("sources", {}).items() if rows}:
+            block["calibration"]["sources"] = sources
     block |= {"out_scales": out_scales, "codebook": codebook}
     if mtp_bits is not None:
         block["mtp_bits"] = _number(mtp_bits)
@@ -204,6 +209,30 @@ def copy_companions(source: str | os.PathLike[str], target: str | os.PathLike[st
             shutil.copyfile(path, Path(target) / path.name)
             copied.append(path.name)
     return copied
+
+
+def check_target(directory: str | os.PathLike[str], what: str = "output_dir") -> None:
+    """ArgumentError for a directory that a model must not be written to: it holds one that is not EXL3 and would be lost, or weight files
+    that would be read as part of the new one. An EXL3 model is replaced."""
+    folder = Path(directory)
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("."))
+    for path in files:
+        if not _OWN.fullmatch(path.name) and not _adapter(path):
+            raise ArgumentError(f"{what} {folder}: holds {path.name}, which would be read as part of the model; choose another directory")
+    if files and (folder / "config.json").exists():
+        try:
+            block = read_config(folder).get("quantization_config")
+        except FormatError:
+            block = None
+        if not (isinstance(block, Mapping) and block.get("quant_method") == "exl3"):
+            raise ArgumentError(f"{what} {folder}: holds a model that is not EXL3 and would be lost; choose another directory")
+
+
+def _adapter(path: Path) -> bool:
+    try:
+        return is_adapter(read_header(path).tensors)
+    except (FormatError, OSError):
+        return False
 
 
 def first(config: Mapping[str, Any], keys: Iterable[str], default: Any = None) -> Any:

@@ -81,6 +81,7 @@ def import_gguf(
             out.add({hf: _rounded(hf, model.tensor(name), dtype) for name, hf in group})
             if progress:
                 progress(i + 1, len(groups))
+        out.settle()
     write_atomic(target / "tokenizer.json", backend.to_str())
     write_json(target / "tokenizer_config.json", tokenizer_config(vocabulary, config["max_position_embeddings"]))
     ids = {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": vocabulary.ending_ids() or None, "pad_token_id": vocabulary.ids["pad"]}

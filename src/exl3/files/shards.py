@@ -33,6 +33,17 @@ def check_disk(directory: str | os.PathLike[str], nbytes: int, what: str = "the 
         )
 
 
+def make_output(folder: Path) -> None:
+    """Makes the output directory before the work begins: ResourceError where it could not be written to in the end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as e:
+        raise ResourceError(f"output_dir {folder}: cannot be made ({e.strerror or e}); choose another with -o") from None
+    if not writable:
+        raise ResourceError(f"output_dir {folder}: not writable; choose another with -o")
+
+
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write a small file so that either the old or the new one is there, whatever happens. ResourceError where the disk refuses."""
     path = Path(path)
@@ -136,6 +147,14 @@ class ShardWriter:
         self.shards.append((path, list(self._pending)))
         _save(path, self._pending, self.metadata)
         self._pending, self._pending_bytes = {}, 0
+
+    def settle(self) -> None:
+        """Write what is left, under hidden names still, and only then take away the configuration of a model that was here: all that a
+        full disk can stop is done. The new model's config.json comes last; a directory without one is none."""
+        if self._pending or not self.shards:
+            self._flush()
+        for name in ("config.json", "quantization_config.json"):
+            (self.directory / name).unlink(missing_ok=True)
 
     def close(self) -> list[Path]:
         """Write what is left, give the shards their names, remove model files of an earlier run; returns the files."""

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exl3.errors import ArgumentError
+from exl3.errors import ArgumentError, ResourceError
 
 SEPARATOR = "\n\x1e\n"
 # share of the rows, in parts
@@ -65,7 +65,11 @@ def bundled(tokenizer: Any, rows: int, cols: int, vocab_size: int, seed: int = 0
     generator = torch.Generator().manual_seed(seed)
     if tokenizer is None:
         warnings.warn("no tokenizer: calibrating on random tokens, which costs quality; give token ids with --cal-data", stacklevel=2)
-        return Calibration(torch.randint(0, vocab_size, (rows, cols), generator=generator, dtype=torch.int32), {"random": rows})
+        try:
+            ids = torch.randint(0, vocab_size, (rows, cols), generator=generator, dtype=torch.int32)
+        except RuntimeError:  # torch has no better name for it on the CPU
+            raise ResourceError(f"{rows} rows of {cols} tokens do not fit into memory; use fewer --cal-rows or --cal-cols") from None
+        return Calibration(ids, {"random": rows})
     wanted = _shares(rows)
     parts: list[Tensor] = []
     sources: dict[str, int] = {}
@@ -79,7 +83,11 @@ def bundled(tokenizer: Any, rows: int, cols: int, vocab_size: int, seed: int = 0
         sources[name] = len(pieces)
     random = wanted["random"]
     if short > 0:
-        warnings.warn(f"the bundled text gives {rows - short} of {rows} calibration rows; give more with --cal-data", stacklevel=2)
+        found = sum(sources.values())
+        if found == 0:
+            raise ArgumentError(f"the bundled text gives no row of {cols} tokens; use fewer --cal-cols, or give more with --cal-data")
+        random = min(random, found * MIX["random"] // (sum(MIX.values()) - MIX["random"]))  # their share of what is there
+        warnings.warn(f"the bundled text gives {found + random} of {rows} calibration rows; give more with --cal-data", stacklevel=2)
     parts.append(torch.randint(0, min(vocab_size, tokenizer.vocab_size), (random, cols), generator=generator, dtype=torch.int32))
     sources["random"] = random
     ids = torch.cat(parts)
@@ -132,16 +140,20 @@ def _cut(stream: Tensor, cols: int, rows: int) -> Tensor:
     return torch.cat([whole, shifted])[:rows]
 
 
-def from_file(path: str, rows: int | None, cols: int | None, vocab_size: int, tokenizer: Any) -> Calibration:
+def from_file(path: str, rows: int | None, cols: int | None, vocab_size: int, tokenizer: Any, *, all_rows: bool = False) -> Calibration:
     """The user's own: a safetensors file with `input_ids` (rows, cols) and optional `lengths` (rows,), or UTF-8 text.
 
-    Rows of ids are cropped to the shortest length, never padded; text is chained and cut. ArgumentError for ids outside the vocabulary.
+    Rows of ids are cropped to `cols`, or to the greatest length where none has so many, never padded; shorter ones are left out. Text is
+    chained and cut. Fewer than `rows` are a warning, with `all_rows` (somebody asked for that number) an error. ArgumentError for ids
+    outside the vocabulary.
     """
     if not Path(path).is_file():
         raise ArgumentError(f"cal_data {path}: no such file")
     ids = _ids_file(path, cols) if path.endswith(".safetensors") else _text_file(path, cols or 2048, tokenizer)
     if rows is not None and len(ids) < rows:
-        warnings.warn(f"cal_data {path} has {len(ids)} rows, {rows} were asked for", stacklevel=2)
+        if all_rows:
+            raise ArgumentError(f"cal_data {path}: {len(ids)} rows, cal_rows asks for {rows}; give more text, or fewer --cal-rows")
+        warnings.warn(f"cal_data {path} has {len(ids)} rows of the usual {rows}", stacklevel=2)
     ids = ids[:rows].to(torch.int64)
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero()
     if len(outside):
@@ -160,16 +172,27 @@ def _ids_file(path: str, cols: int | None) -> Tensor:
             lengths = f.get_tensor("lengths") if "lengths" in names else None
     except (SafetensorError, OSError) as e:
         raise ArgumentError(f"cal_data {path}: not a readable safetensors file ({e})") from None
-    if ids is None or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
-        raise ArgumentError(f"cal_data {path}: needs a tensor input_ids of token ids, (rows, cols)")
+    if ids is None or ids.dim() != 2 or not ids.numel() or not _whole(ids):
+        raise ArgumentError(f"cal_data {path}: needs a tensor input_ids of token ids, whole numbers, (rows, cols)")
     width = ids.shape[1] if cols is None else min(cols, ids.shape[1])
     if lengths is not None:
+        if lengths.shape != ids.shape[:1] or not _whole(lengths):
+            raise ArgumentError(
+                f"cal_data {path}: lengths is {lengths.dtype} {tuple(lengths.shape)}; it needs a whole number for each of {len(ids)} rows"
+            )
+        if int(lengths.max()) > ids.shape[1]:
+            raise ArgumentError(f"cal_data {path}: lengths names {int(lengths.max())} tokens, the rows have {ids.shape[1]}")
         keep = lengths >= min(width, int(lengths.max()))
         ids, width = ids[keep], min(width, int(lengths.max()))
     if width < 2:
         raise ArgumentError(f"cal_data {path}: rows of {width} tokens are too short")
     rows: Tensor = ids[:, :width]
     return rows
+
+
+def _whole(t: Tensor) -> bool:
+    """Whether a tensor holds whole numbers; a mask of booleans does not."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def _text_file(path: str, cols: int, tokenizer: Any) -> Tensor:

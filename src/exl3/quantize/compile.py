@@ -43,8 +43,6 @@ def write_model(
     """
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "quantization_config.json"):
-        (output / name).unlink(missing_ok=True)
     other = replaced or {}
 
     def latest(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,6 +59,7 @@ def write_model(
             out.add(latest(head))
         for name in sorted(n for n in source.tensors if model.other_parts and n.startswith(model.other_parts)):
             out.add(source.read([name]))  # parts of the source that are not quantized (vision) travel along
+        out.settle()
     copy_companions(source.path, output)
     write_config(output, source.config, quantization, has_head=bool(head))
     result = Checkpoint.open(output)

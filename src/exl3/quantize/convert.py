@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from exl3 import ops
-from exl3.errors import ArgumentError, JobError, MissingTensorError, ResourceError, UnsupportedError
+from exl3.errors import ArgumentError, JobError, MissingTensorError, NumericalError, ResourceError, UnsupportedError
 from exl3.files import Checkpoint, Tokenizer
-from exl3.files.shards import write_atomic
+from exl3.files.config import check_target
+from exl3.files.shards import make_output, write_atomic
 from exl3.models.loading import load, locate
 from exl3.models.registry import build
 from exl3.quantize import calibration as cal
@@ -103,6 +105,8 @@ class _Conversion:
             ConvertOptions(**self._own(self.given)).checked()  # a wrong option is told before anything is created
             self._paths()
         existed = self.work.exists()
+        output = Path(self.given.get("output_dir") or self.work)
+        made = not output.exists()
         with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -116,6 +120,9 @@ class _Conversion:
                     (self.work / "lock").unlink(missing_ok=True)
                     if not any(self.work.iterdir()):
                         self.work.rmdir()
+                if made and not self.begun:
+                    with suppress(OSError):  # something is in it
+                        output.rmdir()
                 raise
             report.warnings = self._tell(caught)
         return report
@@ -151,6 +158,7 @@ class _Conversion:
         for name, folder in (("output_dir", output), ("work folder", self.work)):
             if folder.exists() and not folder.is_dir():
                 raise ArgumentError(f"{name} {folder} is a file; give a directory, there or yet to be made")
+        check_target(output)
         return source, output
 
     # set-up
@@ -195,7 +203,7 @@ class _Conversion:
             self.log("-hq names no layer of this architecture (it concerns mixture-of-experts models)")
         self.log(f"calibration: {rows.describe()}")
         self._loop(job, model, source, plan, options, rows, devices)
-        tuned = self._tune(job, source, options, rows, device)
+        tuned = self._tune(job, model, source, plan, options, rows, device)
         return self._finish(job, model, source, plan, options, rows, output_dir, started, tuned)
 
     def _go_on(self, job: Job, stored: dict[str, Any], plan: Plan, options: ConvertOptions, mark: str, output: Path) -> cal.Calibration:
@@ -238,7 +246,7 @@ class _Conversion:
         """Given options over stored ones; JobError where a resumed job would change."""
         if stored is not None:
             old = stored["options"]
-            asked = {k: v for k, v in self.given.items() if k != "resume"}
+            asked = _absolute({k: v for k, v in self.given.items() if k != "resume"})
             wrong = {k: v for k, v in changed_settings(old, asked).items() if k not in CHANGEABLE}
             if wrong:
                 name, (was, now) = next(iter(wrong.items()))
@@ -250,7 +258,7 @@ class _Conversion:
 
     def _as_stored(self, options: ConvertOptions) -> dict[str, Any]:
         own = dataclasses.asdict(options) | {"resume": False}
-        return own | {name: str(Path(self.given[name]).absolute()) for name in ("input_dir", "output_dir")}
+        return _absolute(own | {name: self.given[name] for name in ("input_dir", "output_dir")})
 
     def _note_unused(self, model: Any, source: Checkpoint, used: set[str]) -> None:
         unused = [n for n in source.unused(used) if not (model.other_parts and n.startswith(model.other_parts))]
@@ -268,7 +276,8 @@ class _Conversion:
     def _calibration(self, options: ConvertOptions, tokenizer: Any, vocab: int) -> cal.Calibration:
         assert options.cal_rows is not None and options.cal_cols is not None
         if options.cal_data:
-            return cal.from_file(options.cal_data, options.cal_rows, options.cal_cols, vocab, tokenizer)
+            asked = self.given.get("cal_rows") is not None
+            return cal.from_file(options.cal_data, options.cal_rows, options.cal_cols, vocab, tokenizer, all_rows=asked)
         return cal.bundled(tokenizer, options.cal_rows, options.cal_cols, vocab, options.seed)
 
     def _self_text(
@@ -335,6 +344,7 @@ class _Conversion:
             done, streams = 0, self._embed(job, model, source, plan, options, rows, devices[0])
         else:
             check_streams(streams, (rows.rows, rows.cols, model.config.hidden_size), job.folder / "state.safetensors")
+            job.check_modules([*range(done), *([len(model.blocks) + 1] if plan.embed_bits != 16 else [])])
             self.done_weights = sum(weights[:done]) + (plan.ring_weights if plan.embed_bits != 16 else 0)
             self.log(f"resuming behind block {done}")
         with Writer() as self.writer, self._team(model, source, plan, options, streams, devices) as team:
@@ -444,17 +454,21 @@ class _Conversion:
         self._save(job, len(model.blocks), tensors, reports, block, options)
 
     def _tune(
-        self, job: Job, source: Checkpoint, options: ConvertOptions, rows: cal.Calibration, device: torch.device
+        self, job: Job, model: Any, source: Checkpoint, plan: Plan, options: ConvertOptions, rows: cal.Calibration, device: torch.device
     ) -> dict[str, Tensor]:
         """Trained scales, biases and norms that replace what was written; empty without --tune."""
         if not options.tune:
             return {}
         self.current = "tuning"
+        embedding = job.module(len(model.blocks) + 1) if plan.embed_bits != 16 else None
         steps = options.tune_steps or TuneSettings.steps
         try:
-            tuned = tune(source, job.module, rows.ids, device, TuneSettings(steps=steps, seed=options.seed))
+            tuned = tune(source, job.module, rows.ids, device, TuneSettings(steps=steps, seed=options.seed), embedding=embedding)
         except torch.OutOfMemoryError as e:  # hours of work are not held back for it
             self.warnings.append(f"tuning: not enough memory on {device} ({str(e).splitlines()[0]}); the scales stay as they were")
+            return {}
+        except NumericalError as e:
+            self.warnings.append(f"{e}; the scales stay as they were")
             return {}
         self.log(f"tuning: mean KL on held-out rows {tuned.before:.5f} before, {tuned.after:.5f} after {steps} steps")
         if not tuned.tensors:
@@ -520,15 +534,10 @@ class _Conversion:
         return report
 
 
-def make_output(folder: Path) -> None:
-    """Makes the output directory before the work begins: ResourceError where it could not be written to in the end."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError as e:
-        raise ResourceError(f"output_dir {folder}: cannot be made ({e.strerror or e}); choose another with -o") from None
-    if not writable:
-        raise ResourceError(f"output_dir {folder}: not writable; choose another with -o")
+def _absolute(options: dict[str, Any]) -> dict[str, Any]:
+    """With whole paths: a job may be resumed from another folder."""
+    paths = ("input_dir", "output_dir", "recipe", "cal_data")
+    return {k: os.path.abspath(v) if k in paths and isinstance(v, str) else v for k, v in options.items()}
 
 
 def _encoder(codebook: str) -> EncodeAt:

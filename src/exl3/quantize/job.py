@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from exl3.files import write_tensors
 from exl3.files.shards import write_json
 from exl3.quantize.streams import Shard
 
+_ENTRIES = {"options": dict, "fingerprint": str, "rates": dict, "calibration": dict}  # of job.json
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -77,11 +79,15 @@ class Job:
             return None
         except (OSError, ValueError) as e:
             raise JobError(f"{self.plan_path}: not readable ({e}); remove the folder to start anew") from None
-        if plan.get("version") != __version__ and not plan.get("finished"):
-            raise JobError(
-                f"{self.folder}: begun by exl3 {plan.get('version')}, this is {__version__}; finish it there or remove the folder"
-            )
-        return None if plan.get("finished") else plan
+        if isinstance(plan, dict) and plan.get("finished"):
+            return None
+        if not isinstance(plan, dict) or "version" not in plan:
+            raise _damaged(self.plan_path)
+        if plan["version"] != __version__:
+            raise JobError(f"{self.folder}: begun by exl3 {plan['version']}, this is {__version__}; finish it there or remove the folder")
+        if not all(isinstance(plan.get(name), kind) for name, kind in _ENTRIES.items()):
+            raise _damaged(self.plan_path)
+        return plan
 
     def begin(self, plan: dict[str, Any], calibration: Tensor) -> None:
         """A fresh job, in a folder that `clean` has cleared and `save_importance` may have written to."""
@@ -135,6 +141,11 @@ class Job:
         record: dict[str, Any] = json.loads(_read(self.module_path(index), tensors=False)[1]["report"])
         return record
 
+    def check_modules(self, indices: Iterable[int]) -> None:
+        """JobError unless the modules a checkpoint counts on are there and whole: not to be found out when all the others are done."""
+        for index in indices:
+            _read(self.module_path(index), tensors=False)
+
     # the streams
 
     def due(self, interval: float) -> bool:
@@ -164,6 +175,10 @@ def _read(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str
             return ({name: f.get_tensor(name) for name in f.keys()} if tensors else {}), f.metadata() or {}
     except (OSError, SafetensorError) as e:
         raise _unreadable(path, e) from None
+
+
+def _damaged(path: Path) -> JobError:
+    return JobError(f"{path}: is not the plan of a conversion, or damaged; remove the folder to start anew")
 
 
 def _unreadable(path: Path, why: Exception) -> JobError:

@@ -50,7 +50,7 @@ def block_ldl(hessian: Tensor, damping: float, scale: Tensor, *, name: str = "")
             return Factor(unit_lower(chol), share, retries)
         share += extra
     raise NumericalError(
-        f"{name or 'Hessian'}: the Cholesky factorisation fails even with {share - extra:.3f} of the mean diagonal added; "
+        f"{name or 'Hessian'}: the Cholesky factorisation fails even with {share - extra:.4g} of the mean diagonal added; "
         "the calibration activations of this layer are degenerate: use other or more calibration rows"
     )
 

@@ -26,6 +26,7 @@ MOMENTARY = frozenset({"max_module", "last_checkpoint_index"})
 
 # wider matrices' outputs are coupled by matrices of hundreds of MiB, and cannot be shared by columns between devices
 TWO_SIDED_OUTPUTS = 4096
+MOST_DAMPING = 1000  # times the mean diagonal: next to it the Hessian says nothing, and far above it fp32 ends
 CORRECTION = 0.5  # share of the error made upstream that targets make up for
 
 # tokens of the reverse pass that measures sensitivity, by quality and device
@@ -212,6 +213,8 @@ def _check_values(o: ConvertOptions) -> None:
             raise ArgumentError(f"{name} is {value:g}; it must lie between 1 and {8 if name == 'bits' else 16}")
     _choice("codebook", o.codebook, CODEBOOKS)
     _choice("half_rates", o.half_rates, ("auto", "always", "never"))
+    if o.half_rates == "always" and o.codebook != "mul1":
+        raise ArgumentError(f"half_rates is 'always', and codebook {o.codebook} has whole rates alone; use codebook mul1, or leave it out")
     _choice("quality", o.quality, QUALITIES)
     _choice("out_scales", o.out_scales, ("auto", "always", "never"))
     if o.allocation is not None:
@@ -231,6 +234,8 @@ def _check_values(o: ConvertOptions) -> None:
         "damping": 0,
         "correction": 0,
         "self_text": 0,
+        "max_module": 0,
+        "last_checkpoint_index": -1,
     }
     for name, least in minimum.items():
         value = getattr(o, name)
@@ -238,10 +243,10 @@ def _check_values(o: ConvertOptions) -> None:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
     if o.seam_window is not None and (o.seam_window > 256 or o.seam_window % 2):
         raise ArgumentError(f"seam_window is {o.seam_window}; it must be even and at most 256, 0 for all positions")
-    for name in ("correction", "self_text"):
+    for name, most in {"correction": 1, "self_text": 1, "damping": MOST_DAMPING}.items():
         value = getattr(o, name)
-        if value is not None and value > 1:
-            raise ArgumentError(f"{name} is {value:g}; it must lie between 0 and 1")
+        if value is not None and value > most:
+            raise ArgumentError(f"{name} is {value:g}; it must lie between 0 and {most}")
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

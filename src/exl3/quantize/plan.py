@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +136,11 @@ def make_plan(model: Any, source: Checkpoint, options: ConvertOptions, used: set
 
 def _from_recipe(recipe: Recipe, specs: list[Spec], options: ConvertOptions) -> dict[str, float]:
     rates = recipe.rates(specs, options.codebook)
-    ConvertOptions(codebook=options.codebook, head_bits=recipe.head_bits).head_rates_ok()
-    ConvertOptions(embed_bits=recipe.embed_bits).embed_rates_ok()  # type: ignore[arg-type]
+    try:
+        ConvertOptions(codebook=options.codebook, head_bits=recipe.head_bits).head_rates_ok()
+        ConvertOptions(embed_bits=recipe.embed_bits).embed_rates_ok()  # type: ignore[arg-type]
+    except ArgumentError as e:
+        raise ArgumentError(f"{recipe.place}: {e}") from None
     return rates
 
 
@@ -157,7 +161,7 @@ def _meet_total(plan: Plan, options: ConvertOptions, half: bool) -> None:
     try:
         plan.rates |= allocate_budget(plan.specs, plan.budget, codebook=options.codebook, half_rates=half, hq=options.hq)
     except ArgumentError:
-        least = (weights - budget(plan.embed_bits) + allowed) / plan.total_weights
+        least = math.ceil(100 * (weights - budget(plan.embed_bits) + allowed) / plan.total_weights) / 100  # what is told will do
         raise ArgumentError(
             f"total_bits {options.total_bits:g} cannot be met with {plan.head_bits:g} bits for the head and {plan.embed_bits} for the "
             f"embedding: the least is {least:.2f}; allow more, or fewer head_bits"
@@ -226,13 +230,15 @@ def stream_room(plan: Plan, model: Any, device: torch.device) -> int:
     return memory.available_bytes(device) - memory.reserve_bytes(device) - 2 * working_bytes(plan, model, device)
 
 
-def check_memory(parts: dict[str, int], device: torch.device, advice: str = "Use fewer --cal-rows or --cal-cols") -> None:
+def check_memory(
+    parts: dict[str, int], device: torch.device, advice: str = "Use fewer --cal-rows or --cal-cols", what: str = "the conversion"
+) -> None:
     have, reserve = memory.available_bytes(device), memory.reserve_bytes(device)
     need = sum(parts.values())
     if need > have - reserve:
         listed = ", ".join(f"{name} {size / _MIB:.0f}" for name, size in parts.items())
         raise ResourceError(
-            f"the conversion needs {need / _MIB:.0f} MiB of memory on {device} ({listed}); {have / _MIB:.0f} MiB are free, of which "
+            f"{what} needs {need / _MIB:.0f} MiB of memory on {device} ({listed}); {have / _MIB:.0f} MiB are free, of which "
             f"{reserve / _MIB:.0f} stay in reserve. {advice}" + (", or a smaller EXL3_HOST_MEM_RESERVE_MB" if device.type == "cpu" else "")
         )
 

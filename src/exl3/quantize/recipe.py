@@ -33,6 +33,7 @@ _NUMBERS = ("target_bpw", "achieved_bpw", "head_bits", "embed_bits")
 class Recipe:
     tensors: list[tuple[str, float]]
     numbers: dict[str, float] = field(default_factory=dict)
+    place: str = "recipe"  # for messages
 
     @property
     def head_bits(self) -> float | None:
@@ -49,15 +50,18 @@ class Recipe:
         for pattern, rate in self.tensors:
             if rate != 16 and (rate not in RATES or (rate != int(rate) and codebook != "mul1")):
                 raise ArgumentError(
-                    f"recipe: {pattern}: {rate:g} is not a rate of codebook {codebook} (1-8, 16, and 1.5, 2.5, 3.5 with mul1)"
+                    f"{self.place}: {pattern}: {rate:g} is not a rate of codebook {codebook} (1-8, 16, and 1.5, 2.5, 3.5 with mul1)"
                 )
             keys = [s.key for s in specs if s.key == pattern or fnmatchcase(s.key, pattern)]
             if not keys:
-                raise ArgumentError(f"recipe: {pattern!r} matches no tensor of this model; its tensors look like {specs[0].key}")
+                hint = "; the head's rate is head_bits" if pattern.split(".")[-1] == "lm_head" else ""
+                raise ArgumentError(
+                    f"{self.place}: {pattern!r} matches no tensor of this model; its tensors look like {specs[0].key}{hint}"
+                )
             result.update(dict.fromkeys(keys, rate))
         missing = [s.key for s in specs if s.key not in result]
         if missing:
-            raise ArgumentError(f"recipe: {len(missing)} tensors have no rate, the first is {missing[0]}; add an entry or a pattern")
+            raise ArgumentError(f"{self.place}: {len(missing)} tensors have no rate, the first is {missing[0]}; add an entry or a pattern")
         return result
 
 
@@ -103,7 +107,7 @@ def parse_recipe(text: str, place: str = "recipe") -> Recipe:
             raise ArgumentError(f"{where}: an indented line outside 'tensors:'")
     if not seen or not tensors:
         raise ArgumentError(f"{place}: it must have a mapping 'tensors:' with at least one entry")
-    return Recipe(tensors, numbers)
+    return Recipe(tensors, numbers, place)
 
 
 def read_recipe(path: str | Path) -> Recipe:

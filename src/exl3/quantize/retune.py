@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from exl3.errors import ArgumentError, MissingTensorError, ResourceError
 from exl3.files import Checkpoint, ShardWriter, Tokenizer
-from exl3.files.config import copy_companions
+from exl3.files.config import check_target, copy_companions
+from exl3.files.shards import make_output
 from exl3.models.loading import locate
 from exl3.models.registry import build
 from exl3.quantize import calibration as cal
 from exl3.quantize.devices import choose_devices
 from exl3.quantize.options import ConvertOptions
 from exl3.quantize.plan import check_memory, tuning_bytes
-from exl3.quantize.tune import Tuned, TuneSettings, tune
+from exl3.quantize.tune import LEAST_ROWS, Tuned, TuneSettings, tune
 
 _PARTS = ("trellis", "suh", "svh", "bias", "mul1", "mcg")
 
@@ -44,27 +46,46 @@ def tune_directory(
         raise ArgumentError(f"output {folder}: is one of the two models; choose another directory")
     if folder.exists() and not folder.is_dir():
         raise ArgumentError(f"output {folder}: is a file; give a directory, there or yet to be made")
+    check_target(folder, "output")
     model = _same_model(source, finished)
     place = choose_devices(device)[0]
     options = ConvertOptions(bits=4, cal_data=cal_data, cal_rows=cal_rows, cal_cols=cal_cols, seed=settings.seed).checked()
-    rows = _rows(options.with_calibration(place.type), source, model.config.vocab_size)
+    sized = options.with_calibration(place.type)
+    assert sized.cal_rows is not None and sized.cal_cols is not None
     weights = sum(math.prod(t.shape) for t in source.tensors.values())
-    need = {"tuning, original and quantized model": tuning_bytes(weights, model, place, rows.cols)}
-    check_memory(need, place, "Use a smaller model or another device")
+    need = {"tuning, original and quantized model": tuning_bytes(weights, model, place, sized.cal_cols)}
+    check_memory(need, place, "Use fewer --cal-cols, a smaller model or another device", "tuning")
+    check_memory({"calibration rows": 16 * sized.cal_rows * sized.cal_cols}, torch.device("cpu"), what="tuning")
+    rows = _rows(sized, source, model.config.vocab_size, all_rows=cal_rows is not None)
+    if rows.rows < LEAST_ROWS:
+        raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
+    made = _make(folder)
     keys = [[key for group in block.quant_groups() for key, _ in group] for block in model.blocks] + [[model.head_key]]
 
     def tensors(i: int) -> dict[str, Tensor]:
         names = [f"{key}.{part}" for key in keys[i] for part in _PARTS if f"{key}.trellis" in finished.tensors]
         return finished.read([n for n in names if n in finished.tensors])
 
-    with torch.no_grad():
-        try:
+    try:
+        with torch.no_grad():
             tuned = tune(source, tensors, rows.ids, place, settings, quantized=finished, progress=progress)
-        except torch.OutOfMemoryError as e:
-            raise ResourceError(f"tuning: not enough memory on {place} ({str(e).splitlines()[0]}); free it, or use -d cpu") from e
-    if tuned.tensors:
-        _write(finished, model, tuned.tensors, folder, shard_size)
+        if tuned.tensors:
+            _write(finished, model, tuned.tensors, folder, shard_size)
+    except torch.OutOfMemoryError as e:
+        raise ResourceError(f"tuning: not enough memory on {place} ({str(e).splitlines()[0]}); free it, or use -d cpu") from e
+    finally:
+        for path in made:  # whatever is empty: nothing was written
+            with suppress(OSError):
+                path.rmdir()
     return tuned
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes the output directory before the work, so that a place that cannot be written to is told first; returns what was made, the
+    innermost first."""
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    make_output(folder)
+    return made
 
 
 def _same_model(source: Checkpoint, finished: Checkpoint) -> Any:
@@ -78,22 +99,20 @@ def _same_model(source: Checkpoint, finished: Checkpoint) -> Any:
     return model
 
 
-def _rows(options: ConvertOptions, source: Checkpoint, vocab: int) -> cal.Calibration:
+def _rows(options: ConvertOptions, source: Checkpoint, vocab: int, *, all_rows: bool) -> cal.Calibration:
     assert options.cal_rows is not None and options.cal_cols is not None
     try:
         tokenizer = Tokenizer.from_directory(source.path)
     except MissingTensorError:
         tokenizer = None
     if options.cal_data:
-        return cal.from_file(options.cal_data, options.cal_rows, options.cal_cols, vocab, tokenizer)
+        return cal.from_file(options.cal_data, options.cal_rows, options.cal_cols, vocab, tokenizer, all_rows=all_rows)
     return cal.bundled(tokenizer, options.cal_rows, options.cal_cols, vocab, options.seed)
 
 
 def _write(finished: Checkpoint, model: Any, replaced: dict[str, Tensor], output: Path, shard_size: float) -> None:
     """The directory with some tensors replaced, by others of the same size; config.json comes last."""
     output.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "quantization_config.json"):
-        (output / name).unlink(missing_ok=True)
     left = set(finished.tensors)
     with ShardWriter(output, shard_size) as out:
         for block in model.blocks:
@@ -101,6 +120,7 @@ def _write(finished: Checkpoint, model: Any, replaced: dict[str, Tensor], output
             left.difference_update(names)
             out.add({n: replaced.get(n, t) for n, t in finished.read(names).items()})
         out.add({n: replaced.get(n, t) for n, t in finished.read(sorted(left)).items()})
+        out.settle()
     copy_companions(finished.path, output)
     for name in ("quantization_config.json", "config.json"):
         if (finished.path / name).exists():

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exl3 import codec
+from exl3 import codec, ops
 from exl3.cache import Batch
-from exl3.errors import ArgumentError
+from exl3.errors import ArgumentError, NumericalError
 from exl3.files import Checkpoint
 from exl3.models.loading import locate
 from exl3.models.registry import build
@@ -54,22 +54,28 @@ class Tuned:
 
 def tune(
     source: Checkpoint, finished: Callable[[int], dict[str, Tensor]], ids: Tensor, device: torch.device, settings: TuneSettings,
-    *, quantized: Checkpoint | None = None, progress: Callable[[int, int], None] | None = None,
+    *, quantized: Checkpoint | None = None, embedding: dict[str, Tensor] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Tuned:  # fmt: skip
     """Trains the scales of a finished quantization. `finished(i)`: tensors of block i, the head last; ids: (rows, cols) calibration rows;
-    `quantized`: where the norms and the embedding come from, else from the source.
+    `quantized`: where the norms and the embedding come from, else from the source; `embedding`: tensors of a ring-quantized one.
 
-    Where the held-out rows say that nothing was won, `tensors` is empty.
+    Where the held-out rows say that nothing was won, `tensors` is empty. NumericalError where logits are not finite before the first step.
     """
     if len(ids) < LEAST_ROWS:
         raise ArgumentError(f"tune: {len(ids)} calibration rows; at least {LEAST_ROWS} are needed, one to judge by: give more --cal-rows")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     teacher = _load(source, device, dtype)
     student = _Student(_load(quantized or source, device, dtype), finished, device, dtype)
+    if embedding is not None:
+        trellis, signs = (next(t for name, t in embedding.items() if name.endswith(part)).to(device) for part in (".trellis", ".signs"))
+        student.model.model.embed_tokens.set_rings(ops.RingTable(trellis, signs, student.model.config.hidden_size))
     rows = max(1, settings.tokens // ids.shape[1])
     held = max(1, len(ids) // HELD_OUT)
     judge, train = ids[:: len(ids) // held][:held], _without(ids, len(ids) // held, held)
     before = _judge(teacher, student, judge, rows, device)
+    if not math.isfinite(before):
+        raise NumericalError("tuning: logits of the original or of the quantized model hold NaN or Inf; `exl3 eval` tells which")
     optimizer = torch.optim.Adam(student.parameters(), lr=settings.rate, betas=(0.9, 0.98))
     order = _order(len(train), rows, settings.steps, settings.seed)
     losses = []
