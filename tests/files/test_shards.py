@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections import namedtuple
 
@@ -52,6 +53,23 @@ def test_a_group_is_never_split(tmp_path):
     groups = [{"a": T["t0"], "b": T["t1"], "c": T["t2"]}, {"d": T["t3"]}, {"e": T["t4"]}]
     files = write_shards(tmp_path, iter(groups), 1)
     assert [sorted(load_file(f)) for f in files] == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path):
+    script = (
+        "import os, sys, torch; from exl3.files import ShardWriter\n"
+        "out = ShardWriter(sys.argv[1], 1); out.add({'a': torch.zeros(1 << 18)}); out.add({'b': torch.zeros(1 << 18)}); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)]).returncode == 9
+    (left,) = listing(tmp_path)
+    assert left.startswith(".shard-00001.")
+    with ShardWriter(tmp_path, 1) as beside:  # one that still writes keeps its shards
+        beside.add({"a": T["t0"], "b": T["t1"]})
+        beside.add({"c": T["t2"]})
+        assert left not in listing(tmp_path) and any(n.startswith(f".shard-00001.{os.getpid()}.") for n in listing(tmp_path))
+        ShardWriter(tmp_path, 1)
+        assert any(n.startswith(f".shard-00001.{os.getpid()}.") for n in listing(tmp_path))
+    assert [n for n in listing(tmp_path) if n.endswith(".tmp")] == []
 
 
 def test_a_second_run_replaces_the_first(tmp_path):

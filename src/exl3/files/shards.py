@@ -104,6 +104,26 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
+def _remove_leftovers(directory: Path) -> None:
+    """Shards of a writer that was killed: it could not take them away itself, and they are as large as a model."""
+    for path in directory.glob(".shard-?????.*.tmp"):
+        writer = path.name.split(".")[2]
+        if writer.isdigit() and not _runs(int(writer)):
+            path.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    if os.name != "posix":  # elsewhere a signal 0 is one
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's, or no number of a process
+        return True
+    return True
+
+
 class ShardWriter:
     """Writes groups of tensors to `model-0000i-of-0000n.safetensors`, or to `model.safetensors` if one shard is enough.
 
@@ -120,6 +140,7 @@ class ShardWriter:
             raise ArgumentError(f"shard_size is {shard_size}; it is a size in MiB, or 0 for a single file")
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(self.directory)
         self.limit = shard_size * 2**20 if shard_size else float("inf")
         self.metadata = metadata
         self.shards: list[tuple[Path, list[str]]] = []
