@@ -42,6 +42,14 @@ def test_summary_matches_numpy_in_float64():
     assert s.perplexity_quantized == pytest.approx(math.exp(np.concatenate(nll[1]).mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 2, 101, (1 << 24) + 1])  # the last is more than torch.quantile takes
+def test_a_quantile_of_any_number_of_positions(count):
+    values = torch.rand(count, generator=torch.Generator().manual_seed(count))
+    acc = Accumulator()
+    acc._kl, acc._positions, acc._predicted = [values], count, count
+    assert acc.summary().kl_p99 == pytest.approx(np.quantile(values.double().numpy(), 0.99), rel=1e-5)
+
+
 def test_nan_logits_are_named():
     good, bad = torch.zeros(4, 8), torch.zeros(4, 8)
     bad[2, 3] = float("nan")
