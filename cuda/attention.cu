@@ -49,7 +49,7 @@ static void plan_decode(AttentionParams& p, const Device& device) {
   int resident = (int)(((int64_t)p.a.tokens * tiles * p.splits + device.sms - 1) / device.sms);
   if (resident > blocks) resident = blocks;
   for (; resident; resident--) {
-    p.stages = 3;  // with a fourth, codes of 4 bits took longer: what is needed first waits behind it
+    p.stages = 3;  // with a fourth, codes of 4 bits took longer (docs/cuda.md)
     while (p.stages > 1 && (decode_shared(p) + kReserved) * resident > device.shared_bytes + kReserved) p.stages--;
     if ((decode_shared(p) + kReserved) * resident <= device.shared_bytes + kReserved) break;
   }

@@ -9,7 +9,7 @@ constexpr int kThreads = (kWarps + kFeeders) * 32;
 constexpr int kStepTiles = 8;       // rows of tiles of a step, the unit of work and a stage of the ring
 constexpr int kMostColumns = 64;    // rows of one pass
 constexpr int kPitch = 132;         // words of 128 sums in shared memory, free of bank conflicts
-constexpr int kStages = 4;          // of the ring: more only keep the first inputs waiting behind weights
+constexpr int kStages = 4;          // of the ring: with more, up to 16 rows took longer (docs/cuda.md)
 
 // What a row's operands are worth. Thread blocks of the input's kernel share a row; each has a sum of its part. Sums of halves below 2^29 are exact
 // in 53 bits, so how many blocks there were leaves no trace.

@@ -42,7 +42,8 @@ EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int blocks) {
   auto p = params_of<EvenParams>(a);
   p.all_rows = a->rows;
   const bool bytes = w.codebook == EXL3_MUL1;
-  if (w.k2 == 8 && bytes) return a->rows <= 8 ? run<8, kDecodeBytes, 1>(p, blocks) : a->rows <= 16 ? run<8, kDecodeBytes, 2>(p, blocks) : run<8, kDecodeBytes, 4>(p, blocks);
+  if (w.k2 == 8 && bytes)
+    return a->rows <= 8 ? run<8, kDecodeBytes, 1>(p, blocks) : a->rows <= 16 ? run<8, kDecodeBytes, 2>(p, blocks) : run<8, kDecodeBytes, 4>(p, blocks);
   if (w.k2 == 3 && bytes) return run<3, kDecodeBytes, 8>(p, blocks);
   if (w.k2 == 14 && !bytes) return run<14, kDecodePairs, 2>(p, blocks);
   return EXL3_UNSUPPORTED;

@@ -169,18 +169,20 @@ class ShardWriter:
         _save(path, self._pending, self.metadata)
         self._pending, self._pending_bytes = {}, 0
 
+    def _flush_rest(self) -> None:
+        if self._pending or not self.shards:
+            self._flush()
+
     def settle(self) -> None:
         """Write what is left, under hidden names still, and only then take away the configuration of a model that was here: all that a
         full disk can stop is done. The new model's config.json comes last; a directory without one is none."""
-        if self._pending or not self.shards:
-            self._flush()
+        self._flush_rest()
         for name in ("config.json", "quantization_config.json"):
             (self.directory / name).unlink(missing_ok=True)
 
     def close(self) -> list[Path]:
         """Write what is left, give the shards their names, remove model files of an earlier run; returns the files."""
-        if self._pending or not self.shards:
-            self._flush()
+        self._flush_rest()
         n = len(self.shards)
         names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
         index = self.directory / "model.safetensors.index.json"
