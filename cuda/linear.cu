@@ -43,7 +43,6 @@ constexpr int64_t kCounterBytes = 65536;
 constexpr int kMostRows = 4096;         // of one pass: bounds the workspace, keeps the rotated input in the L2 cache
 // Chunks of 256 inputs, times rows, that a block rotates itself; with more of them a kernel before it does. One row may be dearer.
 constexpr int kFusedTasks = 24, kFusedByteTasks = 40, kFusedChunks = 64;  // measured
-constexpr int kFewestWork = 8;          // rows of tiles of a block
 
 // Zero between calls, so where it ends depends on the card alone.
 static int64_t zero_bytes(const Device& device) { return kCounterBytes + (int64_t)device.sms * 2 * even::kMostColumns * 512; }
@@ -82,9 +81,10 @@ static void set_shape(Plan& plan, int k2, const Device& device) {
   };
   const int rows = p.rows;
   for (p.row_shift = 3; p.row_shift > 1 && !fits(most_rows(plan.mode), 0);) p.row_shift--;
-  const int inputs = fused_inputs(p, 14, 14 + p.share + 2).chunks * rows * p.rotations;
+  const int inputs = fused_inputs(p, kWhole, p.share + kWhole).chunks * rows * p.rotations;
   const int most = rows == 1 ? kFusedChunks : plan.mode == kBytes ? kFusedByteTasks : kFusedTasks;
   if (inputs > most || !fits(rows, 1)) fits(rows, 0);
+  complete(p, roomy(device.code), k2, plan.mode);
 }
 
 // The plan for matrices first .. first+count-1 of the call, all of one rate and kind of codebook.
@@ -122,10 +122,9 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
     plan.mode = bytes ? kDecodeBytes : kDecodePairs;
     return plan;
   }
-  const int work = plan.units * p.segments * p.blocks * 8, most = work / kFewestWork;
+  const int work = plan.units * p.segments * p.blocks * 8, most = work / kWhole;
   plan.grid = most < device.sms ? most : device.sms;
-  p.share = work / 2 / plan.grid * 2;
-  p.rest = work / 2 % plan.grid;
+  share_out(p, work, plan.grid);
   set_shape(plan, w.k2, device);
   const int chunks = chunks_of(p);
   int64_t at = zero_bytes(device);
@@ -253,8 +252,7 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
     const dim3 grid((chunks_of(p) + kPrepareWarps - 1) / kPrepareWarps, a->rows, p.rotations);
     if (const int status = launch(kernel, grid, kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
   }
-  const int shared = product_shared(p, roomy(device.code), k2, plan.mode).total;
-  return launch(entry->kernel, dim3(plan.grid), product_threads(p), shared, 1, p, stream, "linear");
+  return launch(entry->kernel, dim3(plan.grid), product_threads(p), p.shared.total, 1, p, stream, "linear");
 }
 
 static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, const Device& device, void* stream) {

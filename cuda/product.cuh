@@ -15,93 +15,10 @@
 #pragma once
 #include <type_traits>
 
-#include "product_finish.cuh"
+#include "product_ring.cuh"
 #include "trellis.cuh"
 
 namespace exl3 {
-
-template <int K2, int MODE>
-struct ProductShape {
-  static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(kRoomy, K2, MODE);  // bytes of a warp's row of tiles; rows in a slot
-  static constexpr int kLanes = kRow / 16, kFit = 32 / kLanes, kTogether = kFit < 1 ? 1 : kFit < kIn ? kFit : kIn;  // rows one copy brings
-  static constexpr int kOperands = kIn * kRows * column_bytes(MODE);  // most bytes of operands in a slot
-  static constexpr int kSlots = ring_slots(kRoomy, MODE);
-};
-
-// Rows of tiles of a part that one of 1 << shift warps has: each part is shared out evenly, in pairs of rows.
-struct WarpRows {
-  int row, end;
-  __device__ __forceinline__ WarpRows(const Part& part, int down, int shift) {
-    row = part.from + (part.count / 2 * down >> shift) * 2;
-    end = part.from + (part.count / 2 * (down + 1) >> shift) * 2;
-  }
-};
-
-// The steps of a warp along the block's run: up to kIn rows, never across a multiple of kIn.
-template <class S>
-struct Feed {
-  int row, end, part;
-  int64_t pitch;
-  const uint8_t* next;    // the lane's own 16 bytes
-  const uint8_t* inputs;  // and of the operands that go with them
-
-  // Of the lane in a slot's weights: which row, and where.
-  static __device__ __forceinline__ int row_of_lane() { return S::kTogether > 1 ? threadIdx.x % 32 / S::kLanes : 0; }
-  static __device__ __forceinline__ int place_of_lane() {
-    const int lane = threadIdx.x % 32;
-    return S::kTogether > 1 ? lane / S::kLanes * S::kPitch + lane % S::kLanes * 16 : lane * 16;
-  }
-  __device__ __forceinline__ int rows() const { return min(S::kIn - (row & (S::kIn - 1)), end - row); }
-  // The first part from `part` on of which the warp has something.
-  __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, int count) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (row = end = 0; part < count; part++) {
-      const WarpRows mine(parts[part], warp / kAcross, p.row_shift);
-      if (mine.row >= mine.end) continue;
-      row = mine.row, end = mine.end;
-      pitch = parts[part].pitch;
-      next = parts[part].weights + warp % kAcross * S::kRow + (row + row_of_lane()) * pitch + (S::kTogether > 1 ? lane % S::kLanes : lane) * 16;
-      inputs = p.image + (int64_t)((p.rotations > 1 ? parts[part].matrix : 0) * p.blocks * 8 + row) * p.row_bytes + lane * 16;
-      return;
-    }
-  }
-  __device__ __forceinline__ void row_of_weights(uint32_t to, const uint8_t* from) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int b = 0; b < S::kRow; b += 512)
-      if (S::kTogether > 1 ? S::kTogether * S::kLanes == 32 || lane < S::kTogether * S::kLanes : b + 512 <= S::kRow || lane * 16 < S::kRow - b)
-        ptx::copy16(to + b, from + b);
-  }
-  // Copies the weights of n = rows() rows; `to` is the lane's own place in the slot. Moves `next` on.
-  __device__ __forceinline__ void weights(uint32_t to, int n) {
-    if (n == S::kIn) {
-#pragma unroll
-      for (int r = 0; r < S::kIn; r += S::kTogether) {
-        row_of_weights(to + r * S::kPitch, next);
-        next += S::kTogether * pitch;
-      }
-    } else {
-#pragma unroll 1
-      for (int r = 0; r < n; r += S::kTogether)
-        if (r + row_of_lane() < n) row_of_weights(to + r * S::kPitch, next + r * pitch);
-      next += n * pitch;
-    }
-  }
-  __device__ __forceinline__ void operands(const ProductParams& p, uint32_t to, int n) {
-    const int bytes = n * p.row_bytes - threadIdx.x % 32 * 16;
-#pragma unroll
-    for (int b = 0; b < S::kOperands; b += 512)
-      if (b < bytes) ptx::copy16(to + S::kIn * S::kPitch + b, inputs + b);
-    inputs += n * p.row_bytes;
-  }
-  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, int count, int n) {
-    row += n;
-    if (row >= end && part < count) {
-      part++;
-      open(p, parts, count);
-    }
-  }
-};
 
 // One lane's sums, of a chunk in the tensor cores' units and of the part.
 template <int MODE>
@@ -174,62 +91,88 @@ struct Sums {
   }
 };
 
-// Rotates what the block needs of the input into shared memory. `meanwhile()`: what each warp does while its first part of it is on its way.
-template <int MODE, class Meanwhile>
-__device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* shared, const ProductShared& layout, const FusedInputs& inputs,
-                                              const Part* parts, int parts_count, Meanwhile meanwhile) {
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, chunks = chunks_of(p);
-  const int first = p.rotations == 1 || p.segments > 1 ? 0 : parts[parts_count - 1].matrix;
-  const int rotations = p.rotations == 1 ? 1 : p.segments > 1 ? 2 : parts[0].matrix - first + 1;  // that the block needs
-  const int tasks = inputs.chunks * p.rows * rotations;  // rows of a chunk one after the other, then chunks, then rotations
+// What a block rotates of the input, in tasks of one warp: rows of a chunk one after the other, then chunks, then rotations.
+struct InputTasks {
+  int first, count;  // rotation; tasks
+  FusedInputs inputs;
   struct Task {
     int row, chunk, rotation;
   };
-  auto task_at = [&](int i) {
-    Task t{0, i, 0};
-    if (p.rows > 1) t.chunk = i / p.rows, t.row = i - t.chunk * p.rows;
-    if (rotations > 1) t.rotation = t.chunk / inputs.chunks, t.chunk -= t.rotation * inputs.chunks;
-    t.rotation += first;
-    t.chunk += inputs.first;
-    if (t.chunk >= chunks) t.chunk -= chunks;
-    return t;
-  };
-  Task task = task_at(warp);
-  ChunkWeights weights;
-  if (warp < tasks) weights.load(p, p.matrix[task.rotation].suh, task.chunk);
-#pragma unroll 1
-  for (int i = warp + warps; i < tasks; i += warps) {  // for later, into the cache
-    const Task t = task_at(i);
-    const int lane = threadIdx.x % 32, at = t.chunk * kScaleBlocks * 128;
-    if (lane < kScaleBlocks * 2) ptx::prefetch(p.matrix[t.rotation].suh + at + lane * 64);
-    if (p.norm_weight && lane < kScaleBlocks * 4) ptx::prefetch(p.norm_weight + min(at + lane * 32, p.in_features - 1));
+  __device__ __forceinline__ InputTasks(const ProductParams& p, const BlockRun& run) : first(0) {
+    const int height = p.blocks * 8, from = run.begin - run.first * p.length;
+    inputs = fused_inputs(p, from < height ? from : from - height, run.end - run.begin);
+    int rotations = p.rotations == 1 ? 1 : 2;  // that the block needs
+    if (p.rotations > 1 && p.segments == 1) {
+      first = matrix_of_unit(p, run.first);
+      rotations = matrix_of_unit(p, run.last) - first + 1;
+    }
+    count = inputs.chunks * p.rows * rotations;
   }
-  float* squares = (float*)(shared + layout.squares);
+  __device__ __forceinline__ Task at(const ProductParams& p, int i) const {
+    Task t{0, by_rows(p, i), first};
+    t.row = i - t.chunk * p.rows;
+    for (; t.chunk >= inputs.chunks; t.chunk -= inputs.chunks) t.rotation++;
+    t.chunk += inputs.first;
+    if (t.chunk >= chunks_of(p)) t.chunk -= chunks_of(p);
+    return t;
+  }
+};
+
+// A warp's task and what it multiplies by.
+struct TaskWeights {
+  InputTasks::Task task;
+  ChunkWeights weights;
+  __device__ __forceinline__ void load(const ProductParams& p, const InputTasks& tasks, int i) {
+    task = tasks.at(p, i);
+    weights.load(p, p.matrix[task.rotation].suh, task.chunk);
+  }
+  // Of the warp's first task, before anything else: it would otherwise stand behind the matrices' weights. Those of later tasks come to the cache.
+  __device__ __forceinline__ void start(const ProductParams& p, const InputTasks& tasks) {
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    if (warp < tasks.count) load(p, tasks, warp);
+#pragma unroll 1
+    for (int i = warp + warps; i < tasks.count; i += warps) {
+      const InputTasks::Task t = tasks.at(p, i);
+      const int at = t.chunk * kScaleBlocks * 128;
+      if (lane < kScaleBlocks * 2) ptx::prefetch(p.matrix[t.rotation].suh + at + lane * 64);
+      if (p.norm_weight && lane < kScaleBlocks * 4) ptx::prefetch(p.norm_weight + min(at + lane * 32, p.in_features - 1));
+    }
+  }
+};
+
+// Rotates what the block needs of the input into shared memory. `meanwhile()`: what each warp does while its first part of it is on its way.
+template <int MODE, class Meanwhile>
+__device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* shared, const InputTasks& tasks, TaskWeights& now,
+                                              Meanwhile meanwhile) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, chunks = chunks_of(p);
+  const InputTasks::Task& task = now.task;
+  float* squares = (float*)(shared + p.shared.squares);
   ptx::wait_for_previous();
   RawChunk raw;
-  if (warp < tasks) raw.load(p, task.row, task.chunk);
+  if (warp < tasks.count) raw.load(p, task.row, task.chunk);
   meanwhile();
 #pragma unroll 1
-  for (int i = warp; i < tasks;) {
+  for (int i = warp; i < tasks.count;) {
     float v[kScaleBlocks][4];
     raw.get(p, v);
-    if (p.norm_weight && task.rotation == first) {
+    if (p.norm_weight && task.rotation == tasks.first) {
       const float sum = squares_of(v);
       if (threadIdx.x % 32 == 0) squares[task.chunk * kRows + task.row] = sum;
     }
-    rotate_chunk<MODE>(p, weights, task.row, task.chunk, v,
-                       shared + layout.image + task.rotation * layout.image_bytes + image_row(p, inputs, task.chunk * kScaleBlocks * 8) * p.row_bytes,
-                       (float*)(shared + layout.scales) + (task.rotation * chunks + task.chunk) * kRows + task.row);
+    uint8_t* image = shared + p.shared.image + task.rotation * p.shared.image_bytes;
+    rotate_chunk<MODE>(p, now.weights, task.row, task.chunk, v, image + image_row(p, tasks.inputs, task.chunk * kScaleBlocks * 8) * p.row_bytes,
+                       (float*)(shared + p.shared.scales) + (task.rotation * chunks + task.chunk) * kRows + task.row);
     i += warps;
-    if (i >= tasks) break;
-    task = task_at(i);
+    if (i >= tasks.count) break;
+    now.load(p, tasks, i);
     raw.load(p, task.row, task.chunk);
-    weights.load(p, p.matrix[task.rotation].suh, task.chunk);
   }
   if (p.norm_weight)  // of the other chunks only the squares
     #pragma unroll 1
-    for (int i = warp; i < (chunks - inputs.chunks) * p.rows; i += warps) {
-      const int chunk = (inputs.first + inputs.chunks + i / p.rows) % chunks, row = i % p.rows;
+    for (int i = warp; i < (chunks - tasks.inputs.chunks) * p.rows; i += warps) {
+      int chunk = tasks.inputs.first + tasks.inputs.chunks + by_rows(p, i);
+      const int row = i - by_rows(p, i) * p.rows;
+      if (chunk >= chunks) chunk -= chunks;
       float v[kScaleBlocks][4];
       raw.load(p, row, chunk);
       raw.get(p, v);
@@ -255,8 +198,8 @@ struct RowPair {
     operand = row * p.row_bytes + column * column_bytes(MODE) + (threadIdx.x & 1) * (column_bytes(MODE) / 2);
   }
 
-  __device__ __forceinline__ void multiply(Sums<MODE>& sums, const uint8_t* weights, const uint8_t* operands, uint32_t multiplier,
-                                           uint32_t addend) const {
+  __device__ __forceinline__ void multiply(const ProductParams& p, Sums<MODE>& sums, const uint8_t* weights, const uint8_t* operands,
+                                           uint32_t multiplier, uint32_t addend) const {
     uint32_t b[8];
     if constexpr (MODE == kBytes) {
       const uint2 v = *(const uint2*)(operands + operand);
@@ -271,8 +214,9 @@ struct RowPair {
     }
 #pragma unroll
     for (int t = 0; t < kTiles; t++) {
-      uint32_t s[16];
-      read_states((const uint32_t*)(weights + t * 16 * K2), run, s);
+      uint32_t words[Run<K2, 16>::kRead], s[16];
+      read_words((const uint32_t*)(weights + t * 16 * K2), run, words);
+      states_by_products(words, run, p.power, MODE == kBytes && K2 % 4 != 0, s);
 #pragma unroll
       for (int j = 0; j < 16; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
 #pragma unroll
@@ -291,68 +235,61 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   using S = ProductShape<K2, MODE>;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, across = warp % kAcross, down = warp / kAcross;
-  const ProductShared layout = product_shared(p, kRoomy, K2, MODE);
-  const int begin = first_work(p, blockIdx.x), end = first_work(p, blockIdx.x + 1), length = p.segments * p.blocks * 8;
-  const int parts_count = ((end - 1) / length - begin / length + 1) * p.segments;
-  Part* parts = (Part*)(shared + layout.parts);
-  ptx::launch_dependents();
-  {  // each warp brings another line of the parameters into the constant cache
-    const int word = *(const int*)((const char*)&p + min(warp * 64, (int)sizeof(ProductParams) - 4));
-    asm volatile("" ::"r"(word));
-  }
-  for (int i = threadIdx.x; i < parts_count; i += blockDim.x) {
-    const Part part = part_of_run(p, K2, begin, end, i);
-    const uint16_t* svh = p.matrix[part.matrix].svh + (part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128;
-    ptx::prefetch(svh);
-    ptx::prefetch(svh + 64);
-    parts[i] = part;
-  }
-  __syncthreads();
-
-  const uint8_t* ring = shared + warp * S::kSlots * layout.slot;
-  const uint32_t copies = ptx::shared_address(ring) + Feed<S>::place_of_lane(), operand_copies = ptx::shared_address(ring) + threadIdx.x % 32 * 16;
   const bool multiplies = warp < kAcross << p.row_shift;
+  ptx::launch_dependents();
+  // Up to the wait a block that starts last holds up all of the next kernel: what is not needed first comes later, and what can be does in parallel.
+  // Until the wait a block that starts last holds up all others of this kernel: what can be done later or by other warps is.
+  const BlockRun run(p, blockIdx.x);
+  const InputTasks tasks(p, run);
+  TaskWeights first;
+  if (p.fused) first.start(p, tasks);
+  const int parts_count = run.parts(p);
+  Part* parts = (Part*)(shared + p.shared.parts);
+  uint8_t* ring = shared + warp * S::kSlots * p.shared.slot;
   Feed<S> feed;
-  feed.part = multiplies ? 0 : parts_count;
-  feed.open(p, parts, parts_count);
+  constexpr int kAhead = S::kSlots - 1, kBefore = S::kIn / 2;      // slots filled before the first step; rows fetched before any of the input
+  auto found = [&](int i) { return part_of_run(p, K2, run, i); };  // until the table is there
+  if (multiplies) {
+    feed.open(p, found, parts_count);
+    feed.weights(ring, 0, kBefore);
+  } else {
+    describe_parts(p, K2, run, parts, parts_count);
+  }
   Feed<S> behind = feed;
-  int filled = 0;
-  auto fill = [&](int slots) {  // one group of copies a step, empty ones too
-#pragma unroll 1
-    for (; filled < slots; filled++) {
-      const int n = feed.rows();
-      feed.weights(copies + filled * layout.slot, n);
+  auto fill = [&] {  // the rest of the first slots; one group of copies a step, empty ones too
+    if (!multiplies) return;
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      feed.weights(ring + i * p.shared.slot, i == 0 ? kBefore : 0, S::kIn);
       if (p.fused) ptx::copy_commit();
-      feed.advance(p, parts, parts_count, n);
+      feed.advance(p, found, parts_count);
     }
   };
-  fill(p.fused ? 1 : S::kSlots);  // the others while the first part of the input is on its way
-  FusedInputs inputs{};
-  const float* scales = p.fused ? (const float*)(shared + layout.scales) : p.scales;
+  const float* scales = p.fused ? (const float*)(shared + p.shared.scales) : p.scales;
   if (p.fused) {
-    inputs = fused_inputs(p, begin, end);
-    rotate_inputs<MODE>(p, shared, layout, inputs, parts, parts_count, [&] { fill(S::kSlots); });
+    rotate_inputs<MODE>(p, shared, tasks, first, fill);
   } else {
+    fill();
     ptx::wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < S::kSlots; i++) {  // the operands of each step are copied with it
-      const int n = behind.rows();
-      behind.operands(p, operand_copies + i * layout.slot, n);
+    for (int i = multiplies ? 0 : kAhead; i < kAhead; i++) {  // the operands of each step are copied with it
+      behind.operands(p, ring + i * p.shared.slot);
       ptx::copy_commit();
-      behind.advance(p, parts, parts_count, n);
+      behind.advance(p, found, parts_count);
     }
-    feed.inputs = behind.inputs;
+    __syncthreads();
   }
   if (!multiplies) {
-    const float* squares = p.fused ? (const float*)(shared + layout.squares) : p.squares;
-    finish_parts(p, parts, parts_count, begin, end, (const float*)(shared + layout.exchange), squares);
+    const float* squares = p.fused ? (const float*)(shared + p.shared.squares) : p.squares;
+    finish_parts(p, parts, parts_count, run, (const float*)(shared + p.shared.exchange), squares);
     return;
   }
 
   const RowPair<K2, MODE> pair(p);
   Sums<MODE> sums;
   sums.clear();
-  int slot = 0, used = 0;  // bytes; parts with products
+  auto listed = [&](int i) { return parts[i]; };
+  int slot = 0, free = kAhead * p.shared.slot, used = 0;  // bytes; parts with products
   for (int i = 0; i < parts_count; i++) {
     const Part& part = parts[i];
     if (part.count > 0) {
@@ -362,38 +299,31 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
       sums.clear_totals();
       while (at.row < at.end) {  // chunks
         const int chunk = at.row / (kScaleBlocks * 8), chunk_end = min(at.end, (chunk + 1) * kScaleBlocks * 8);
-        const uint8_t* operand = shared + layout.image + rotation * layout.image_bytes + image_row(p, inputs, at.row) * p.row_bytes;
-        while (at.row < chunk_end) {  // steps
-          const int n = min(S::kIn - (at.row & (S::kIn - 1)), chunk_end - at.row);
-          ptx::copy_wait<S::kSlots - 1>();
+        const uint8_t* operand = shared + p.shared.image + rotation * p.shared.image_bytes + image_row(p, tasks.inputs, at.row) * p.row_bytes;
+        for (; at.row < chunk_end; at.row += S::kIn) {  // steps
+          ptx::copy_wait<kAhead - 1>();
           __syncwarp();
           const uint8_t* weights = ring + slot;
           if (!p.fused) operand = weights + S::kIn * S::kPitch;
-          if (n == S::kIn) {
 #pragma unroll
-            for (int r = 0; r < S::kIn; r += 2)
-              pair.multiply(sums, weights + r * S::kPitch, operand + r * p.row_bytes, multiplier, addend);
-          } else {
-#pragma unroll 1
-            for (int r = 0; r < n; r += 2)
-              pair.multiply(sums, weights + r * S::kPitch, operand + r * p.row_bytes, multiplier, addend);
+          for (int r = 0; r < S::kIn; r += 2) {
+            feed.weights(ring + free, r, r + 2);  // to the slot of the step before; all at once they would hold up the warps
+            pair.multiply(p, sums, weights + r * S::kPitch, operand + r * p.row_bytes, multiplier, addend);
           }
-          operand += n * p.row_bytes;
-          at.row += n;
-          __syncwarp();
-          const int more = feed.rows();
-          feed.weights(copies + slot, more);
-          if (!p.fused) feed.operands(p, operand_copies + slot, more);
+          if (!p.fused) feed.operands(p, ring + free);
           ptx::copy_commit();
-          feed.advance(p, parts, parts_count, more);
-          slot += layout.slot;
-          if (slot == S::kSlots * layout.slot) slot = 0;
+          feed.advance(p, listed, parts_count);
+          operand += S::kIn * p.row_bytes;
+          free = slot;
+          slot += p.shared.slot;
+          if (slot == S::kSlots * p.shared.slot) slot = 0;
+          __syncwarp();
         }
         sums.flush(scales + (rotation * chunks_of(p) + chunk) * kRows, p.rows);
       }
       const int buffer = used & 1;
       if (used > 1) ptx::named_sync(kEmptyBarrier + buffer, product_threads(p));
-      float* exchange = (float*)(shared + layout.exchange) + (buffer * (p.rows << p.row_shift) + down * p.rows) * kPitch;
+      float* exchange = (float*)(shared + p.shared.exchange) + (buffer * (p.rows << p.row_shift) + down * p.rows) * kPitch;
       sums.write(exchange + across * kTiles * 16, p.rows);
       ptx::named_arrive(kFullBarrier + buffer, product_threads(p));
       used++;

@@ -36,21 +36,19 @@ struct ProductMatrix {
   uint32_t multiplier, addend;
 };
 
-// Scale and sums of the quantized input of one (rotation, row, slice). value = scale * q.
-struct SliceScale {
-  float scale;
-  int32_t sum_high, sum_low;  // of the int8 planes
-  float sum;                  // of the fp16 values
+struct ProductShared {  // offsets in dynamic shared memory
+  int slot;             // bytes from one slot of a ring to the next
+  int image, image_bytes, scales, squares, exchange, parts, total;
 };
 
 struct ProductParams {
-  ProductMatrix matrix[EXL3_MAX_GROUP];
-  int32_t first_group[EXL3_MAX_GROUP + 1];
-  int32_t count;        // matrices in the work list
-  int32_t segments;     // 2: a unit is a column group of gate and of up, then act(gate) * up; else it is a column group
+  int32_t share, rest;     // work of a thread block: `share` rows of eight tiles, the first `rest` blocks kWhole more
+  int32_t length;          // rows of tiles of a unit
+  uint32_t length_inverse, rows_inverse;  // see unit_of, by_rows
+  int32_t blocks;          // in_padded / 128
+  int32_t segments;        // 2: a unit is a column group of gate and of up, then act(gate) * up; else it is a column group
+  int32_t count;           // matrices in the work list
   int32_t rows;
-  int32_t blocks;       // in_padded / 128
-  int32_t share, rest;  // work of a thread block: `share` rows of eight tiles, an even number, the first `rest` blocks two more
   int32_t planes;
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
   int32_t rotations;    // 1: all matrices take the same rotated input
@@ -66,12 +64,32 @@ struct ProductParams {
   float* scales;        // [rotation][chunk of kScaleBlocks blocks][kRows]
   float* squares;       // [chunk][kRows] sums of squares of x, for the norm
   float* inbox;         // [block][segment][kRows][128]: sums on their way to the block that finishes a unit; zero means not yet there
+  ProductShared shared;
+  uint32_t power[8];    // of two, see states_by_products
+  int32_t first_group[EXL3_MAX_GROUP + 1];
+  ProductMatrix matrix[EXL3_MAX_GROUP];
 };
 
-// Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it. A warp
-// multiplies two rows at a time, so there are never odd ones.
-inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + 2 * (block < p.rest ? block : p.rest); }
+// Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it, and of that each
+// warp a run of each part, both in whole shares of kWhole rows: then all steps are whole ones.
+constexpr int kWhole = 8;
+inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + kWhole * (block < p.rest ? block : p.rest); }
 inline __host__ __device__ int chunks_of(const ProductParams& p) { return (p.blocks + kScaleBlocks - 1) / kScaleBlocks; }
+
+// Divisions in a kernel's first instructions, all of which every step waits for, are products with inverses.
+inline __host__ __device__ int unit_of(const ProductParams& p, int work) {
+  const int unit = (int)((uint64_t)(uint32_t)work * p.length_inverse >> 32);  // or one more
+  return unit - (unit * p.length > work ? 1 : 0);
+}
+inline __host__ __device__ int by_rows(const ProductParams& p, int i) { return (int)((uint32_t)i * p.rows_inverse >> 16); }  // i < 8192
+
+// A thread block's run of work, and the units that it begins and ends in.
+struct BlockRun {
+  int begin, end, first, last;
+  __device__ __forceinline__ BlockRun(const ProductParams& p, int block)
+      : begin(first_work(p, block)), end(first_work(p, block + 1)), first(unit_of(p, begin)), last(unit_of(p, end - 1)) {}
+  __device__ __forceinline__ int parts(const ProductParams& p) const { return (last - first + 1) * p.segments; }
+};
 
 // The operand image: for each 16 inputs and column four words, one a lane q. int8 of inputs 2q, 2q+1, 2q+8, 2q+9; or fp16 of the same,
 // eight bytes. Bytes: columns 2r and 2r+1 are the high and low plane of row r. fp16: column r is row r.
@@ -100,8 +118,8 @@ inline constexpr __host__ __device__ int ring_pitch(int k2) { return 64 * k2 + (
 struct FusedInputs {
   int first, chunks;
 };
-inline __host__ __device__ FusedInputs fused_inputs(const ProductParams& p, int begin, int end) {
-  const int length = p.blocks * 8, chunk = kScaleBlocks * 8, all = chunks_of(p), from = begin % length, to = from + end - begin;
+inline __host__ __device__ FusedInputs fused_inputs(const ProductParams& p, int from, int count) {  // rows of tiles of a matrix
+  const int length = p.blocks * 8, chunk = kScaleBlocks * 8, all = chunks_of(p), to = from + count;
   FusedInputs f{from / chunk, 0};
   f.chunks = to <= length ? (to + chunk - 1) / chunk - f.first : all - f.first + (to - length + chunk - 1) / chunk;
   if (f.chunks > all) f.chunks = all;
@@ -116,14 +134,10 @@ inline __host__ __device__ int image_row(const ProductParams& p, const FusedInpu
 
 inline __host__ __device__ int product_threads(const ProductParams& p) { return (kAcross << p.row_shift) * 32 + kFinishers * 32; }
 
-struct ProductShared {  // offsets in dynamic shared memory
-  int slot;             // bytes from one slot of a ring to the next
-  int image, image_bytes, scales, squares, exchange, parts, total;
-};
-inline __host__ __device__ ProductShared product_shared(const ProductParams& p, bool room, int k2, int mode) {
+inline ProductShared product_shared(const ProductParams& p, bool room, int k2, int mode) {
   ProductShared s;
   const int warps = kAcross << p.row_shift;
-  const int most = p.share + (p.rest > 0 ? 2 : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
+  const int most = p.share + (p.rest > 0 ? kWhole : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
   s.slot = rows_in_slot(room, k2, mode) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
   s.image = warps * ring_slots(room, mode) * s.slot;
   const int bound = (most + 3 * chunk - 2) / chunk, chunks = bound < all ? bound : all;  // one of them may be short
@@ -134,6 +148,21 @@ inline __host__ __device__ ProductShared product_shared(const ProductParams& p, 
   s.parts = s.exchange + 2 * (p.rows << p.row_shift) * kPitch * 4;
   s.total = s.parts + ((most - 1) / (p.segments * p.blocks * 8) + 2) * p.segments * kPartBytes;
   return s;
+}
+
+// Shares `work` out over so many thread blocks.
+inline void share_out(ProductParams& p, int work, int blocks) {
+  p.share = work / kWhole / blocks * kWhole;
+  p.rest = work / kWhole % blocks;
+}
+
+// What follows from the other parameters.
+inline void complete(ProductParams& p, bool room, int k2, int mode) {
+  p.length = p.segments * p.blocks * 8;
+  p.length_inverse = (uint32_t)(((uint64_t)1 << 32) / p.length) + 1;
+  p.rows_inverse = 65536 / p.rows + 1;
+  p.shared = product_shared(p, room, k2, mode);
+  for (int i = 0; i < 8; i++) p.power[i] = 1u << i;
 }
 
 using ProductKernel = void (*)(ProductParams);

@@ -9,25 +9,45 @@ struct Part {
   const uint8_t* weights;  // of row of tiles 0
   int32_t pitch;           // bytes from one row of tiles to the next
   int32_t from, count;     // rows of tiles
+  int32_t before;          // rows of the parts before it
   int32_t unit, matrix;
 };
 static_assert(sizeof(Part) <= kPartBytes, "");
 
+// Where units are of one matrix each.
+__device__ __forceinline__ int matrix_of_unit(const ProductParams& p, int unit) {
+  int matrix = 0;
+  while (matrix + 1 < p.count && unit >= p.first_group[matrix + 1]) matrix++;
+  return matrix;
+}
+
 // Part i of a run: units from the last to the first, in each the segments in turn. Some may be empty.
-__device__ __forceinline__ Part part_of_run(const ProductParams& p, int k2, int begin, int end, int i) {
-  const int rows = p.blocks * 8, length = p.segments * rows, segment = p.segments > 1 ? i & 1 : 0;
+__device__ __forceinline__ Part part_of_run(const ProductParams& p, int k2, const BlockRun& run, int i) {
+  const int rows = p.blocks * 8, segment = p.segments > 1 ? i & 1 : 0;
   Part part;
-  part.unit = (end - 1) / length - (p.segments > 1 ? i >> 1 : i);
-  const int start = part.unit * length + segment * rows;
-  part.from = max(begin - start, 0);
-  part.count = max(min(end - start, rows) - part.from, 0);
-  part.matrix = segment;
-  if (p.segments == 1)
-    while (part.matrix + 1 < p.count && part.unit >= p.first_group[part.matrix + 1]) part.matrix++;
+  part.unit = run.last - (p.segments > 1 ? i >> 1 : i);
+  const int start = part.unit * p.length + segment * rows;
+  part.from = max(run.begin - start, 0);
+  part.count = max(min(run.end - start, rows) - part.from, 0);
+  const int first = part.unit * p.length;
+  part.before = max(run.end - first - p.length, 0);
+  if (segment == 1) part.before += max(min(run.end - first, rows) - max(run.begin - first, 0), 0);
+  part.matrix = p.segments > 1 ? segment : matrix_of_unit(p, part.unit);
   const ProductMatrix& w = p.matrix[part.matrix];
   part.pitch = w.columns * 16 * k2;
   part.weights = w.trellis + (int64_t)(part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128 * k2;
   return part;
+}
+
+// The warps that finish: all parts of a run, for all.
+__device__ __forceinline__ void describe_parts(const ProductParams& p, int k2, const BlockRun& run, Part* parts, int count) {
+  for (int i = blockDim.x - 1 - threadIdx.x; i < count; i += kFinishers * 32) {  // from the last warp on: the first may have tasks
+    const Part part = part_of_run(p, k2, run, i);
+    const uint16_t* svh = p.matrix[part.matrix].svh + (part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128;
+    ptx::prefetch(svh);
+    ptx::prefetch(svh + 64);
+    parts[i] = part;
+  }
 }
 
 // Sums of the 128 columns of one row from one thread block to another; the receiver leaves zeros. A sum of zero travels as -0.
@@ -91,10 +111,10 @@ __device__ __forceinline__ void store_columns(void* y, int columns, int dtype, f
 constexpr int kFullBarrier = 1, kEmptyBarrier = 3;
 
 // The warps that finish: row after row of each part. While the others multiply they fetch scales and what other blocks send.
-__device__ __forceinline__ void finish_parts(const ProductParams& p, const Part* parts, int count, int begin, int end, const float* exchange,
-                                             const float* squares) {
+__device__ __forceinline__ void finish_parts(const ProductParams& p, const Part* parts, int count, const BlockRun& run,
+                                             const float* exchange, const float* squares) {
   constexpr int kEach = kRows / kFinishers;  // rows of a warp
-  const int first = threadIdx.x / 32 - (kAcross << p.row_shift), lane = threadIdx.x % 32, block = blockIdx.x, length = p.segments * p.blocks * 8;
+  const int first = threadIdx.x / 32 - (kAcross << p.row_shift), lane = threadIdx.x % 32, block = blockIdx.x;
   float norm[kEach], held[kEach][4];
 #pragma unroll
   for (int r = 0; r < kEach; r++) {
@@ -106,8 +126,8 @@ __device__ __forceinline__ void finish_parts(const ProductParams& p, const Part*
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
     const Part& part = parts[i];
-    const int segment = p.segments > 1 ? i & 1 : 0, unit_at = part.unit * length;
-    const bool sends = end < unit_at + length, last = !sends && segment + 1 == p.segments;  // another block finishes the unit; it ends here
+    const int segment = p.segments > 1 ? i & 1 : 0, unit_at = part.unit * p.length;
+    const bool sends = run.end < unit_at + p.length, last = !sends && segment + 1 == p.segments;  // another block finishes the unit; it ends here
     const int column = (p.segments > 1 ? part.unit : part.unit - p.first_group[part.matrix]) * 128 + 4 * lane;
     const ProductMatrix &m = p.matrix[part.matrix], &w = p.matrix[part.matrix - segment];
     float v[kEach][4] = {};
@@ -115,7 +135,7 @@ __device__ __forceinline__ void finish_parts(const ProductParams& p, const Part*
     if (!sends) {
       svh = *(const uint2*)(m.svh + column);
       int others = 0;
-      if (begin > unit_at) do
+      if (run.begin > unit_at) do
           others++;
         while (first_work(p, block - others) > unit_at);
       if (others)

@@ -8,18 +8,21 @@
 
 namespace exl3 {
 
-// What a chunk is multiplied by before it is turned: suh, and the norm's weights.
+// What a chunk is multiplied by before it is turned: suh, and the norm's weights. Loads under way, nothing waits for them before they are used.
 struct ChunkWeights {
-  float of[kScaleBlocks][4];
-  __device__ __forceinline__ void load(const ProductParams& p, const uint16_t* suh, int chunk) {
+  uint2 suh[kScaleBlocks];
+  float4 norm[kScaleBlocks];
+  __device__ __forceinline__ void load(const ProductParams& p, const uint16_t* from, int chunk) {
 #pragma unroll
     for (int k = 0; k < kScaleBlocks; k++) {
       const int b = min(chunk * kScaleBlocks + k, p.blocks - 1), i = b * 128 + 4 * (threadIdx.x % 32);
-      const uint2 h = *(const uint2*)(suh + i);
-      const float2 low = __half22float2(*(const __half2*)&h.x), high = __half22float2(*(const __half2*)&h.y);
-      const float4 w = p.norm_weight ? load_norm(p.norm_weight, i, p.in_features) : make_float4(1.f, 1.f, 1.f, 1.f);
-      of[k][0] = low.x * w.x, of[k][1] = low.y * w.y, of[k][2] = high.x * w.z, of[k][3] = high.y * w.w;
+      suh[k] = *(const uint2*)(from + i);
+      norm[k] = p.norm_weight ? load_norm(p.norm_weight, i, p.in_features) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
+  }
+  __device__ __forceinline__ void apply(int k, float (&v)[4]) const {
+    const float2 low = __half22float2(*(const __half2*)&suh[k].x), high = __half22float2(*(const __half2*)&suh[k].y);
+    v[0] *= low.x * norm[k].x, v[1] *= low.y * norm[k].y, v[2] *= high.x * norm[k].z, v[3] *= high.y * norm[k].w;
   }
 };
 
@@ -59,8 +62,7 @@ __device__ __forceinline__ void rotate_chunk(const ProductParams& p, const Chunk
   int most = 0;  // magnitudes as integers: they order alike, and a NaN is the largest, so that it is not lost
 #pragma unroll
   for (int k = 0; k < kScaleBlocks; k++) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) v[k][e] *= w.of[k][e];  // zeros where there is no block
+    w.apply(k, v[k]);  // zeros where there is no block
     quick_hadamard128(v[k], signs);
 #pragma unroll
     for (int e = 0; e < 4; e++) most = max(most, __float_as_int(v[k][e]) & 0x7fffffff);

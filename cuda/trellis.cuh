@@ -55,19 +55,25 @@ __device__ __forceinline__ void read_words(const uint32_t* tile, const Run<K2, P
   for (int j = R::kVector > 1 ? R::kVector : 0; j < R::kRead; j++) w[j] = tile[run.word[j]];
 }
 
+// The run's bits from the end of it on, 32 a word.
+template <int K2, int POSITIONS>
+__device__ __forceinline__ void align_words(const uint32_t (&words)[Run<K2, POSITIONS>::kRead], const Run<K2, POSITIONS>& run,
+                                            uint32_t (&r)[Run<K2, POSITIONS>::kRegisters + 1]) {
+  using R = Run<K2, POSITIONS>;
+#pragma unroll
+  for (int j = 0; j < R::kRegisters; j++)
+    r[j] = R::kShifted ? __funnelshift_r(words[j], j + 1 < R::kRead ? words[j + 1] : 0u, run.shift) : words[j];
+  r[R::kRegisters] = 0;
+}
+
 // The states of the run's positions. All shift amounts but one are known at compile time; windows whose offsets agree modulo 8
 // share one funnel shift and cost one byte permutation each.
 template <int K2, int POSITIONS>
 __device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2, POSITIONS>::kRead], const Run<K2, POSITIONS>& run,
                                           uint32_t (&state)[POSITIONS]) {
   using R = Run<K2, POSITIONS>;
-  uint32_t w[R::kRead + 1], r[R::kRegisters + 1];
-#pragma unroll
-  for (int j = 0; j < R::kRead; j++) w[j] = words[j];
-  w[R::kRead] = 0;
-#pragma unroll
-  for (int j = 0; j < R::kRegisters; j++) r[j] = R::kShifted ? __funnelshift_r(w[j], w[j + 1], run.shift) : w[j];
-  r[R::kRegisters] = 0;
+  uint32_t r[R::kRegisters + 1];
+  align_words(words, run, r);
 #pragma unroll
   for (int j = 0; j < POSITIONS; j++) {
     constexpr int kByte = 8;
@@ -78,6 +84,28 @@ __device__ __forceinline__ void states_of(const uint32_t (&words)[Run<K2, POSITI
     } else {
       state[j] = __funnelshift_r(r[i], r[i + 1], s) & 0xffff;
     }
+  }
+}
+
+// The same with fewer shifts and permutations, which one pipe of the multiprocessor does alone: a window reaches a byte's edge by a multiplication.
+// power[j] is 1 << j, a number that the compiler does not know. Where windows share few of these, some are shifts, so that both pipes have their half.
+template <int K2, int POSITIONS>
+__device__ __forceinline__ void states_by_products(const uint32_t (&words)[Run<K2, POSITIONS>::kRead], const Run<K2, POSITIONS>& run,
+                                                   const uint32_t (&power)[8], bool shifts_too, uint32_t (&state)[POSITIONS]) {
+  using R = Run<K2, POSITIONS>;
+  uint32_t r[R::kRegisters + 1];
+  align_words(words, run, r);
+#pragma unroll
+  for (int j = 0; j < POSITIONS; j++) {
+    constexpr int kByte = 8;
+    const int o = R::offset(j), i = o / 32, s = o % 32, t = s % 16, up = (kByte - t % kByte) % kByte;
+    if (s == 16) {
+      state[j] = __byte_perm(r[i], 0, 0x4432);
+      continue;
+    }
+    const uint32_t half = s < 16 ? r[i] : __byte_perm(r[i], r[i + 1], 0x5432);  // the window begins in its lower half
+    const uint32_t moved = up == 0 ? half : shifts_too && up >= 5 ? __funnelshift_l(half, half, up) : half * power[up];
+    state[j] = __byte_perm(moved, 0, t == 0 ? 0x4410 : t <= kByte ? 0x4421 : 0x4432);
   }
 }
 

@@ -9,6 +9,13 @@ constexpr int kWideThreads = 384, kWideFinishers = 3;
 // Without wgmma.
 constexpr int kMmaRows = 128, kMmaThreads = 256, kMmaStages = 3;
 
+// Scale and sums of the quantized input of one (rotation, row, slice). value = scale * q.
+struct SliceScale {
+  float scale;
+  int32_t sum_high, sum_low;  // of the int8 planes
+  float sum;                  // of the fp16 values
+};
+
 struct WideParams {
   ProductMatrix matrix[EXL3_MAX_GROUP];
   int32_t first_pair[EXL3_MAX_GROUP + 1];  // pairs of groups of 128 columns; the odd last one of a matrix is a pair with itself

@@ -79,6 +79,9 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return (uint32_t)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
+  return (uint32_t)(((uint64_t)high << 32 | low) << (shift & 31) >> 32);
+}
 inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 4; i++) c += ((a >> (8 * i)) & 255) * ((b >> (8 * i)) & 255);
   return c;

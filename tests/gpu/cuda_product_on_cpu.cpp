@@ -11,8 +11,7 @@ constexpr int kSharedBytes = 232448;  // of a block on 9.0
 template <int K2, int MODE>
 static int run(ProductParams p, int blocks) {
   const int work = p.first_group[p.count] * p.segments * p.blocks * 8;
-  p.share = work / 2 / blocks * 2;
-  p.rest = work / 2 % blocks;
+  share_out(p, work, blocks);
   ProductParams most = p;  // as set_shape of linear.cu: the number of warps is that of the most rows
   most.rows = most_rows(MODE);
   most.columns = kRows;
@@ -21,6 +20,7 @@ static int run(ProductParams p, int blocks) {
   p.row_shift = most.row_shift;
   p.fused = p.rows <= 2;
   p.row_bytes = p.columns * column_bytes(MODE);
+  complete(p, kRoomy, K2, MODE);
   const size_t image_bytes = (size_t)p.rotations * p.blocks * 8 * p.row_bytes;
   std::vector<uint8_t> image(image_bytes + 64, 0x7f);  // NaNs where nothing is written
   p.image = (uint8_t*)(((uintptr_t)image.data() + 63) & ~(uintptr_t)63);
@@ -52,6 +52,7 @@ EXL3_EXPORT int on_cpu(const exl3_linear_args* a, int blocks) {
   p.columns = operand_columns(bytes ? kBytes : kPairs, a->rows);
   if (p.columns > kRows) return EXL3_UNSUPPORTED;
   if (w.k2 == 8 && bytes) return run<8, kBytes>(p, blocks);
+  if (w.k2 == 6 && bytes) return run<6, kBytes>(p, blocks);
   if (w.k2 == 3 && bytes) return run<3, kBytes>(p, blocks);
   if (w.k2 == 14 && !bytes) return run<14, kPairs>(p, blocks);
   return EXL3_UNSUPPORTED;
