@@ -124,6 +124,9 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   }
   const int work = plan.units * p.segments * p.blocks * 8, most = work / kWhole;
   plan.grid = most < device.sms ? most : device.sms;
+  // Fewer blocks take no longer where the same largest share divides units: then each has a part of one unit.
+  const int largest = (most + plan.grid - 1) / plan.grid, unit = p.segments * p.blocks * 8 / kWhole;
+  if (unit % largest == 0) plan.grid = most / largest;
   share_out(p, work, plan.grid);
   set_shape(plan, w.k2, device);
   const int chunks = chunks_of(p);
