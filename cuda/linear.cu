@@ -243,7 +243,7 @@ static int too_small(int64_t have, int64_t need) {
 static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const Device& device, void* stream) {
   ProductParams& p = plan.p;
   if (a->workspace_bytes < plan.total) return too_small(a->workspace_bytes, plan.total);
-  const ProductEntry* entry = find(product_entries(k2), [&](const ProductEntry& e) { return e.mode == plan.mode; });
+  const ProductEntry* entry = find(product_entries(k2), [&](const ProductEntry& e) { return e.mode == plan.mode && e.fused == p.fused; });
   if (!entry) return refuse(EXL3_UNSUPPORTED, "linear: this build has no kernel for K = %g", k2 / 2.0);
   uint8_t* space = (uint8_t*)a->workspace;
   p.inbox = (float*)(space + kCounterBytes);

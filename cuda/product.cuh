@@ -185,7 +185,7 @@ __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* s
 // Multiplies two rows of tiles: lanes 4g, 4g+1 have weights of the first, 4g+2, 4g+3 of the second.
 template <int K2, int MODE>
 struct RowPair {
-  using S = ProductShape<K2, MODE>;
+  using S = ProductShape<K2, MODE, true>;
   Run<K2, 16> run;
   int operand;  // where the lane's operands lie
 
@@ -229,20 +229,19 @@ struct RowPair {
   }
 };
 
-template <int K2, int MODE>
+template <int K2, int MODE, bool FUSED>
 __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_kernel(const __grid_constant__ ProductParams p) {
 #if __CUDA_ARCH__ >= 800
-  using S = ProductShape<K2, MODE>;
+  using S = ProductShape<K2, MODE, FUSED>;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, across = warp % kAcross, down = warp / kAcross;
   const bool multiplies = warp < kAcross << p.row_shift;
   ptx::launch_dependents();
-  // Up to the wait a block that starts last holds up all of the next kernel: what is not needed first comes later, and what can be does in parallel.
   // Until the wait a block that starts last holds up all others of this kernel: what can be done later or by other warps is.
   const BlockRun run(p, blockIdx.x);
   const InputTasks tasks(p, run);
   TaskWeights first;
-  if (p.fused) first.start(p, tasks);
+  if constexpr (FUSED) first.start(p, tasks);
   const int parts_count = run.parts(p);
   Part* parts = (Part*)(shared + p.shared.parts);
   uint8_t* ring = shared + warp * S::kSlots * p.shared.slot;
@@ -255,18 +254,18 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   } else {
     describe_parts(p, K2, run, parts, parts_count);
   }
-  Feed<S> behind = feed;
+  [[maybe_unused]] Feed<S> behind = feed;
   auto fill = [&] {  // the rest of the first slots; one group of copies a step, empty ones too
     if (!multiplies) return;
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
       feed.weights(ring + i * p.shared.slot, i == 0 ? kBefore : 0, S::kIn);
-      if (p.fused) ptx::copy_commit();
+      if constexpr (FUSED) ptx::copy_commit();
       feed.advance(p, found, parts_count);
     }
   };
-  const float* scales = p.fused ? (const float*)(shared + p.shared.scales) : p.scales;
-  if (p.fused) {
+  const float* scales = FUSED ? (const float*)(shared + p.shared.scales) : p.scales;
+  if constexpr (FUSED) {
     rotate_inputs<MODE>(p, shared, tasks, first, fill);
   } else {
     fill();
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     __syncthreads();
   }
   if (!multiplies) {
-    const float* squares = p.fused ? (const float*)(shared + p.shared.squares) : p.squares;
+    const float* squares = FUSED ? (const float*)(shared + p.shared.squares) : p.squares;
     finish_parts(p, parts, parts_count, run, (const float*)(shared + p.shared.exchange), squares);
     return;
   }
@@ -289,6 +288,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   Sums<MODE> sums;
   sums.clear();
   auto listed = [&](int i) { return parts[i]; };
+  constexpr int kCopied = S::kIn < 4 ? S::kIn : 4;  // rows begun at a time: more would hold up the warps
   int slot = 0, free = kAhead * p.shared.slot, used = 0;  // bytes; parts with products
   for (int i = 0; i < parts_count; i++) {
     const Part& part = parts[i];
@@ -304,13 +304,13 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
           ptx::copy_wait<kAhead - 1>();
           __syncwarp();
           const uint8_t* weights = ring + slot;
-          if (!p.fused) operand = weights + S::kIn * S::kPitch;
+          if constexpr (!FUSED) operand = weights + S::kIn * S::kPitch;
 #pragma unroll
           for (int r = 0; r < S::kIn; r += 2) {
-            feed.weights(ring + free, r, r + 2);  // to the slot of the step before; all at once they would hold up the warps
+            if (r % kCopied == 0) feed.weights(ring + free, r, r + kCopied);  // to the slot of the step before
             pair.multiply(p, sums, weights + r * S::kPitch, operand + r * p.row_bytes, multiplier, addend);
           }
-          if (!p.fused) feed.operands(p, ring + free);
+          if constexpr (!FUSED) feed.operands(p, ring + free);
           ptx::copy_commit();
           feed.advance(p, listed, parts_count);
           operand += S::kIn * p.row_bytes;

@@ -168,7 +168,7 @@ inline void complete(ProductParams& p, bool room, int k2, int mode) {
 using ProductKernel = void (*)(ProductParams);
 struct ProductEntry {
   ProductKernel kernel;
-  int mode;
+  int mode, fused;
 };
 // Entries of one rate; defined once for each in product_<k2>.cu.
 struct ProductEntries {

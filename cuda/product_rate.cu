@@ -8,9 +8,11 @@ namespace exl3 {
 #define EXL3_CONCAT(a, b) EXL3_CONCAT_(a, b)
 
 static const ProductEntry entries[] = {
-    {product_kernel<EXL3_K2, kBytes>, kBytes},
+    {product_kernel<EXL3_K2, kBytes, false>, kBytes, 0},
+    {product_kernel<EXL3_K2, kBytes, true>, kBytes, 1},
 #if EXL3_K2 % 2 == 0  // half rates exist for mul1 only
-    {product_kernel<EXL3_K2, kPairs>, kPairs},
+    {product_kernel<EXL3_K2, kPairs, false>, kPairs, 0},
+    {product_kernel<EXL3_K2, kPairs, true>, kPairs, 1},
 #endif
 };
 

@@ -5,8 +5,10 @@
 
 namespace exl3 {
 
-template <int K2, int MODE>
+// FUSED: the kernel rotates the input itself; else its operands are copied with the weights.
+template <int K2, int MODE, bool FUSED>
 struct ProductShape {
+  static constexpr bool kFused = FUSED;
   static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(kRoomy, K2, MODE);  // bytes of a warp's row of tiles; rows in a slot
   static constexpr int kLanes = kRow / 16, kFit = 32 / kLanes, kTogether = kFit < 1 ? 1 : kFit < kIn ? kFit : kIn;  // rows one copy of all lanes brings
   static_assert(kWhole % kIn == 0, "");
@@ -32,7 +34,7 @@ struct Feed {
   int row = 0, end = 0, part = 0;
   int64_t pitch;
   const uint8_t* next;    // what the lane copies of the weights
-  const uint8_t* inputs;  // and of the operands that go with them
+  const uint8_t* inputs;  // and of the operands that go with them, where they do
 
   // Of the lane: which row of those that one copy brings, and where in it.
   static __device__ __forceinline__ int row_of_lane() { return S::kTogether > 1 ? threadIdx.x % 32 / S::kLanes : 0; }
@@ -50,7 +52,8 @@ struct Feed {
       row = mine.row, end = mine.end;
       pitch = now.pitch;
       next = now.weights + warp % kAcross * S::kRow + (row + row_of_lane()) * pitch + byte_of_lane();
-      inputs = p.image + (int64_t)((p.rotations > 1 ? now.matrix : 0) * p.blocks * 8 + row) * p.row_bytes + lane * 16;
+      if constexpr (!S::kFused)
+        inputs = p.image + (int64_t)((p.rotations > 1 ? now.matrix : 0) * p.blocks * 8 + row) * p.row_bytes + lane * 16;
       return;
     }
   }
@@ -80,7 +83,7 @@ struct Feed {
   __device__ __forceinline__ void advance(const ProductParams& p, PartAt part_at, int count) {
     row += S::kIn;
     next += S::kIn * pitch;
-    inputs += S::kIn * p.row_bytes;
+    if constexpr (!S::kFused) inputs += S::kIn * p.row_bytes;
     if (row >= end && part < count) {
       part++;
       open(p, part_at, count);

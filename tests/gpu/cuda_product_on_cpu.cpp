@@ -37,7 +37,12 @@ static int run(ProductParams p, int blocks) {
       }
   for (int b = 0; b < blocks; b++) {  // in this order no block waits: sums travel upwards
     cuda_block = {b, 0, 0};
-    run_cuda_block(product_threads(p), [&] { product_kernel<K2, MODE>(p); });
+    run_cuda_block(product_threads(p), [&] {
+      if (p.fused)
+        product_kernel<K2, MODE, true>(p);
+      else
+        product_kernel<K2, MODE, false>(p);
+    });
   }
   for (float v : inbox)
     if (__float_as_uint(v)) return -1;  // left behind
