@@ -136,6 +136,15 @@ def test_what_cannot_be_compared_is_told_from_headers(tmp_path: Path, monkeypatc
             return [VOCAB + 3] * len(text)
 
     (tmp_path / "t.txt").write_text("some text")
+
+    class Small(Large):
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [3] * len(text)
+
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 3}))
+    monkeypatch.setattr(compare_module.Tokenizer, "from_directory", lambda _: Small())
+    with pytest.warns(UserWarning, match="rows of 4 tokens go beyond the 3 positions .*give --row-len 3"):
+        module_function(source, source, tmp_path / "t.txt", row_len=4, device="cpu")
     monkeypatch.setattr(compare_module.Tokenizer, "from_directory", lambda _: Large())
     with pytest.raises(ArgumentError, match=f"produces id {VOCAB + 3}.*don't belong together"):
         module_function(source, source, tmp_path / "t.txt", row_len=4, device="cpu")

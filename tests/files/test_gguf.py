@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from exl3.errors import FormatError, MissingTensorError, NumericalError, UnsupportedError
+from exl3.errors import ArgumentError, FormatError, MissingTensorError, NumericalError, UnsupportedError
 from exl3.files import GGUF, Checkpoint, Tokenizer, import_gguf
 from exl3.files.gguf_dequant import BLOCKS, TYPES, dequantize
 
@@ -446,6 +446,15 @@ def test_models_that_cannot_be_imported(tmp_path, case):
     with pytest.raises(error, match=message):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir()), "nothing half-done is left"
+
+
+def test_a_model_that_is_there_stays(tmp_path):
+    make_gguf(tmp_path / "m.gguf", "qwen2")
+    import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    with pytest.raises(ArgumentError, match="holds a model, which would be lost; choose another directory"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 
 def test_unknown_architecture(tmp_path):

@@ -483,6 +483,11 @@ def test_no_tokenizer_means_random_tokens_and_a_warning(tmp_path: Path, model_di
     assert any("no tokenizer" in w for w in report.warnings) and report.calibration["sources"] == {"random": 2}
     report = convert(model_dir, tmp_path / "out", 2, devices="cpu", cal_rows=2, cal_cols=16, self_text=0.5)
     assert any("self_text needs a tokenizer" in w for w in report.warnings)
+    config = json.loads((model_dir / "config.json").read_text())
+    assert not any("go beyond" in w for w in report.warnings)
+    (model_dir / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 15}))
+    report = convert(model_dir, tmp_path / "short", 2, devices="cpu", cal_rows=2, cal_cols=16)
+    assert any("rows of 16 tokens go beyond the 15 positions" in w and "give --cal-cols 15" in w for w in report.warnings)
 
 
 def test_policies_run(tmp_path: Path, model_dir: Path, calibration: Path):

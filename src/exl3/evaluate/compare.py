@@ -91,6 +91,7 @@ def compare(
     if is_gguf(quantized):
         return _compare_gguf(reference, quantized, text, ids, device, progress)
     a, b = load(reference, device=device, max_tokens=row_len), load(quantized, device=device, max_tokens=row_len)
+    a.config.warn_beyond_context(row_len, "--row-len")
     acc = Accumulator()
     with torch.inference_mode():
         errors = layer_errors(a, b, ids[0])
@@ -159,6 +160,7 @@ def _compare_gguf(
     """A GGUF file run by llama-cpp-python (optional) on the same tokens."""
     other = gguf_logits(file, ids.shape[1])
     a = load(reference, device=device, max_tokens=ids.shape[1])
+    a.config.warn_beyond_context(ids.shape[1], "--row-len")
     acc = Accumulator()
     with torch.inference_mode():
         for i, row in enumerate(ids):

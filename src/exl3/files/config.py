@@ -211,9 +211,9 @@ def copy_companions(source: str | os.PathLike[str], target: str | os.PathLike[st
     return copied
 
 
-def check_target(directory: str | os.PathLike[str], what: str = "output_dir") -> None:
+def check_target(directory: str | os.PathLike[str], what: str = "output_dir", *, replace: bool = True) -> None:
     """ArgumentError for a directory that a model must not be written to: it holds one that is not EXL3 and would be lost, or weight files
-    that would be read as part of the new one. An EXL3 model is replaced."""
+    that would be read as part of the new one. An EXL3 model is replaced, unless `replace` is False."""
     folder = Path(directory)
     files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("."))
     for path in files:
@@ -224,6 +224,8 @@ def check_target(directory: str | os.PathLike[str], what: str = "output_dir") ->
             block = read_config(folder).get("quantization_config")
         except FormatError:
             block = None
+        if not replace:
+            raise ArgumentError(f"{what} {folder}: holds a model, which would be lost; choose another directory")
         if not (isinstance(block, Mapping) and block.get("quant_method") == "exl3"):
             raise ArgumentError(f"{what} {folder}: holds a model that is not EXL3 and would be lost; choose another directory")
 

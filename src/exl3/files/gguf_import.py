@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from exl3.errors import ArgumentError, FormatError, MissingTensorError, NumericalError, UnsupportedError
+from exl3.files.config import check_target
 from exl3.files.gguf import GGUF
 from exl3.files.gguf_tokenizer import Vocabulary, build_tokenizer, tokenizer_config
 from exl3.files.linears import all_finite
@@ -59,7 +60,8 @@ def import_gguf(
     `dtype` of the weights: float16, or bfloat16 for Gemma (its activations and norms leave fp16's range) and for files that hold
     bf16 tensors; norms and biases that it cannot hold exactly stay float32. `shard_size` in MiB, `progress(layers done, layers)`.
     Everything is checked before the first byte is written. Raises `UnsupportedError` (architecture, tensor type, tokenizer),
-    `FormatError`, `MissingTensorError`, `ResourceError` (disk), `NumericalError` (a weight beyond the range of `dtype`).
+    `FormatError`, `MissingTensorError`, `ArgumentError` (`target` holds a model), `ResourceError` (disk), `NumericalError` (a weight
+    beyond the range of `dtype`).
     """
     gguf = GGUF(source)
     model = _Model(gguf)
@@ -74,6 +76,7 @@ def import_gguf(
         raise ArgumentError(f"dtype of imported weights must be float16, bfloat16 or float32, not {dtype}")
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     target = Path(target)
+    check_target(target, "target", replace=False)
     check_disk(target, sum(math.prod(t.shape) for t in gguf.tensors.values()) * dtype.itemsize, "the imported model")
     with ShardWriter(target, shard_size) as out:
         groups = list(_groups(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+import warnings
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -43,6 +44,15 @@ class Config:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def warn_beyond_context(self, tokens: int, option: str) -> None:
+        """A warning where rows of `tokens` tokens, set by `option`, have positions that the model was not trained for."""
+        if tokens > self.max_position_embeddings:
+            warnings.warn(
+                f"rows of {tokens} tokens go beyond the {self.max_position_embeddings} positions that the model was made for, and what it "
+                f"does there says little about it; give {option} {self.max_position_embeddings} or less",
+                stacklevel=3,
+            )
 
     @classmethod
     def from_dict(cls: type[C], config: dict[str, Any]) -> C:

@@ -229,6 +229,7 @@ class _Conversion:
         """The rows of a new job; what is measured of the original model into `plan` and the work folder."""
         tokenizer = self._tokenizer(source)
         rows = self._calibration(options, tokenizer, model.config.vocab_size)
+        model.config.warn_beyond_context(rows.cols, "--cal-cols")
         if options.tune and rows.rows < LEAST_ROWS:
             raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
         make_output(output)

@@ -57,6 +57,7 @@ def tune_directory(
     check_memory(need, place, "Use fewer --cal-cols, a smaller model or another device", "tuning")
     check_memory({"calibration rows": 16 * sized.cal_rows * sized.cal_cols}, torch.device("cpu"), what="tuning")
     rows = _rows(sized, source, model.config.vocab_size, all_rows=cal_rows is not None)
+    model.config.warn_beyond_context(rows.cols, "--cal-cols")
     if rows.rows < LEAST_ROWS:
         raise ArgumentError(f"tune needs at least {LEAST_ROWS} calibration rows, one to judge by; there are {rows.rows}")
     made = _make(folder)
