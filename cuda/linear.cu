@@ -240,6 +240,23 @@ static int too_small(int64_t have, int64_t need) {
   return refuse(EXL3_BAD_ARGUMENT, "linear: the workspace has %lld bytes, %lld are needed", (long long)have, (long long)need);
 }
 
+// Where the product's warps note when they are where: stamps.cuh.
+#ifdef EXL3_STAMPS
+constexpr size_t kStampBytes = sizeof(int64_t) * kStampBlocks * kStampWarps * kStampPoints;
+static int64_t* stamp_buffer() {
+  static int64_t* const buffer = [] {
+    void* p = nullptr;
+    return cudaMalloc(&p, kStampBytes) == cudaSuccess ? (int64_t*)p : nullptr;
+  }();
+  return buffer;
+}
+extern "C" __attribute__((visibility("default"))) int exl3_stamps(void* to) {
+  return (int)cudaMemcpy(to, stamp_buffer(), kStampBytes, cudaMemcpyDeviceToHost);
+}
+#else
+static int64_t* stamp_buffer() { return nullptr; }
+#endif
+
 static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const Device& device, void* stream) {
   ProductParams& p = plan.p;
   if (a->workspace_bytes < plan.total) return too_small(a->workspace_bytes, plan.total);
@@ -250,6 +267,7 @@ static int launch_product(const exl3_linear_args* a, int k2, Plan& plan, const D
   p.scales = (float*)(space + plan.scales);
   p.squares = (float*)(space + plan.squares);
   p.image = space + plan.image;
+  p.stamps = stamp_buffer();
   if (!p.fused) {
     const auto kernel = plan.mode == kBytes ? prepare_input<kBytes> : prepare_input<kPairs>;
     const dim3 grid((chunks_of(p) + kPrepareWarps - 1) / kPrepareWarps, a->rows, p.rotations);

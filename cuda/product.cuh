@@ -147,7 +147,9 @@ __device__ __forceinline__ void rotate_inputs(const ProductParams& p, uint8_t* s
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, chunks = chunks_of(p);
   const InputTasks::Task& task = now.task;
   float* squares = (float*)(shared + p.shared.squares);
+  stamp(p.stamps, kWaits);
   ptx::wait_for_previous();
+  stamp(p.stamps, kGoesOn);
   RawChunk raw;
   if (warp < tasks.count) raw.load(p, task.row, task.chunk);
   meanwhile();
@@ -236,6 +238,8 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, across = warp % kAcross, down = warp / kAcross;
   const bool multiplies = warp < kAcross << p.row_shift;
+  stamp(p.stamps, kBegins);
+  stamp(p.stamps, kBeginsNs);
   ptx::launch_dependents();
   // Until the wait a block that starts last holds up all others of this kernel: what can be done later or by other warps is.
   const BlockRun run(p, blockIdx.x);
@@ -248,6 +252,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   Feed<S> feed;
   constexpr int kAhead = S::kSlots - 1, kBefore = S::kIn / 2;      // slots filled before the first step; rows fetched before any of the input
   auto found = [&](int i) { return part_of_run(p, K2, run, i); };  // until the table is there
+  stamp(p.stamps, kFetches);
   if (multiplies) {
     feed.open(p, found, parts_count);
     feed.weights(ring, 0, kBefore);
@@ -278,9 +283,12 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     }
     __syncthreads();
   }
+  stamp(p.stamps, kHasInput);
   if (!multiplies) {
     const float* squares = FUSED ? (const float*)(shared + p.shared.squares) : p.squares;
     finish_parts(p, parts, parts_count, run, (const float*)(shared + p.shared.exchange), squares);
+    stamp(p.stamps, kEnds);
+    stamp(p.stamps, kEndsNs);
     return;
   }
 
@@ -329,6 +337,8 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
       used++;
     }
   }
+  stamp(p.stamps, kEnds);
+  stamp(p.stamps, kEndsNs);
 #endif
 }
 

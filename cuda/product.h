@@ -68,6 +68,7 @@ struct ProductParams {
   uint32_t power[8];    // of two, see states_by_products
   int32_t first_group[EXL3_MAX_GROUP + 1];
   ProductMatrix matrix[EXL3_MAX_GROUP];
+  int64_t* stamps;      // see stamps.cuh
 };
 
 // Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it, and of that each

@@ -5,6 +5,7 @@
 #pragma once
 #include "product.h"
 #include "rotate.cuh"
+#include "stamps.cuh"
 
 namespace exl3 {
 
