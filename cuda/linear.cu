@@ -251,7 +251,8 @@ static int64_t* stamp_buffer() {
   return buffer;
 }
 extern "C" __attribute__((visibility("default"))) int exl3_stamps(void* to) {
-  return (int)cudaMemcpy(to, stamp_buffer(), kStampBytes, cudaMemcpyDeviceToHost);
+  const cudaError_t status = cudaMemcpy(to, stamp_buffer(), kStampBytes, cudaMemcpyDeviceToHost);
+  return (int)(status ? status : cudaMemset(stamp_buffer(), 0, kStampBytes));  // the next shape may have fewer blocks
 }
 #else
 static int64_t* stamp_buffer() { return nullptr; }

@@ -134,7 +134,7 @@ struct TaskWeights {
     for (int i = warp + warps; i < tasks.count; i += warps) {
       const InputTasks::Task t = tasks.at(p, i);
       const int at = t.chunk * kScaleBlocks * 128;
-      if (lane < kScaleBlocks * 2) ptx::prefetch(p.matrix[t.rotation].suh + at + lane * 64);
+      if (lane < kScaleBlocks * 2 && at + lane * 64 < p.blocks * 128) ptx::prefetch(p.matrix[t.rotation].suh + at + lane * 64);
       if (p.norm_weight && lane < kScaleBlocks * 4) ptx::prefetch(p.norm_weight + min(at + lane * 32, p.in_features - 1));
     }
   }

@@ -21,9 +21,11 @@ struct ChunkWeights {
       norm[k] = p.norm_weight ? load_norm(p.norm_weight, i, p.in_features) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
   }
+  // Rounded, so that the next sum can't take a product in: whoever rotates a row, its operands have the same bits.
   __device__ __forceinline__ void apply(int k, float (&v)[4]) const {
     const float2 low = __half22float2(*(const __half2*)&suh[k].x), high = __half22float2(*(const __half2*)&suh[k].y);
-    v[0] *= low.x * norm[k].x, v[1] *= low.y * norm[k].y, v[2] *= high.x * norm[k].z, v[3] *= high.y * norm[k].w;
+    v[0] = __fmul_rn(v[0], low.x * norm[k].x), v[1] = __fmul_rn(v[1], low.y * norm[k].y);
+    v[2] = __fmul_rn(v[2], high.x * norm[k].z), v[3] = __fmul_rn(v[3], high.y * norm[k].w);
   }
 };
 
@@ -50,7 +52,7 @@ __device__ __forceinline__ float squares_of(const float (&v)[kScaleBlocks][4]) {
 #pragma unroll
   for (int k = 0; k < kScaleBlocks; k++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) sum += v[k][e] * v[k][e];
+    for (int e = 0; e < 4; e++) sum = fmaf(v[k][e], v[k][e], sum);
   return warp_sum(sum);
 }
 

@@ -59,6 +59,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline int __float_as_int(float f) { return as_int(f); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __int_as_float(int i) { return as_float(i); }
 inline uint32_t __float_as_uint(float f) { return (uint32_t)as_int(f); }

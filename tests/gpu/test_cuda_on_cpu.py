@@ -79,7 +79,7 @@ def product(tmp_path_factory: Any) -> ctypes.CDLL:
     return compiled(
         tmp_path_factory.mktemp("product"),
         "cuda_product_on_cpu",
-        ["product.h", "trellis.cuh", "rotate.cuh", "stamps.cuh", "product_input.cuh", "product_finish.cuh", "product_ring.cuh", "product.cuh"],
+        ["product.h", "trellis.cuh", "rotate.cuh", "stamps.cuh", *(f"product{part}.cuh" for part in ("_input", "_finish", "_ring", ""))],
     )
 
 

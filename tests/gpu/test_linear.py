@@ -61,10 +61,11 @@ def test_rates(cuda: Library, codebook: str, K: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n_in,n_out", [(4096, 1024), (2048, 5120)])
+@pytest.mark.parametrize("n_in,n_out", [(4096, 1024), (2048, 5120), (4096, 4096), (8192, 5376)])
 @pytest.mark.parametrize("codebook", ["mul1", "mcg"])
 def test_shared_column_groups(cuda: Library, codebook: str, n_in: int, n_out: int) -> None:
-    """Several blocks share a column group, or one has parts of several: right sums, and the same bits for a row alone."""
+    """Several blocks share a column group, or one has parts of several: right sums, and the same bits for a row alone. With the last two on
+    132 multiprocessors one row is rotated by the product and all of them by a kernel before it (mcg, mul1)."""
     torch.manual_seed(n_in)
     w = random_weight(n_in, n_out, 4, codebook, "cuda", bias=True)
     want = exact_weight(w)
