@@ -1,11 +1,11 @@
-"""When the blocks of a product of few rows are where, in a chain of such products: what a launch takes besides multiplying.
+"""When the blocks of a product of up to 64 rows are where, in a chain of such products: what a launch takes besides multiplying.
 
     cmake ... -DEXL3_CUDA_STAMPS=ON
     EXL3_TEST_CUDA_LIB=libexl3_cuda.so python benchmarks/gpu_timeline.py [4096x4096x4x1 ...] [--codebook mul1]
 
 Shapes: inputs x outputs x K x rows. Nanoseconds from the first block's begin, of the blocks that finish in the middle and of the four
-that finish last; in brackets since the point before. Only where the product rotates its input itself. Stamps take some of the time
-they show.
+that finish last; in brackets since the point before. Of few rows only where the product rotates its input itself; of more, what another
+kernel does before is the time until a block goes on. Stamps take some of the time they show.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from harness import Library, cuda_library
 
 BLOCKS, WARPS, FINISHERS = 256, 20, 4  # cuda/stamps.cuh, cuda/product.h
 POINTS = ("begins", "fetches", "waits", "goes on", "has input", "ends")
+MULTIPLYING = 8  # warps above few rows: cuda/even.h, where "has input" is the first part's sums
 
 
 def stamps(lib: Library, blocks: int) -> np.ndarray:
@@ -32,7 +33,10 @@ def stamps(lib: Library, blocks: int) -> np.ndarray:
 
 
 def timeline(found: np.ndarray) -> dict[str, np.ndarray]:
-    """Nanoseconds (blocks,) of each point, the last warp's; `multiplied`: of the first and the last warp that multiplies."""
+    """Nanoseconds (blocks,) of each point, the last warp's."""
+    few = bool((found[:, :, 1] > 0).any())  # those of more rows have no point "fetches"
+    if not few:
+        found = found[:, :MULTIPLYING]
     cycles, times = found[..., :6], found[..., 6:]
     begin = cycles[..., 0].min(1)
     per_cycle = np.median((times[..., 1] - times[..., 0]) / (cycles[..., 5] - cycles[..., 0]))
@@ -41,8 +45,10 @@ def timeline(found: np.ndarray) -> dict[str, np.ndarray]:
     def at(values: np.ndarray) -> np.ndarray:
         return start + (values - begin) * per_cycle
 
-    points = {name: at(cycles[..., i].max(1)) for i, name in enumerate(POINTS[:-1])}
-    points["begins"] = start
+    points = {name: at(cycles[..., i].max(1)) for i, name in enumerate(POINTS[:-1]) if i != 1 or few} | {"begins": start}
+    if not few:
+        points["first part"] = points.pop("has input")
+        return points | {"ends": at(cycles[..., 5].max(1))}
     ends = cycles[:, :-FINISHERS, 5]
     return points | {"first warp done": at(ends.min(1)), "multiplied": at(ends.max(1)), "ends": at(cycles[:, -FINISHERS:, 5].max(1))}
 

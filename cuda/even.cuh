@@ -119,6 +119,8 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32;
+  stamp(p.stamps, kBegins);
+  stamp(p.stamps, kBeginsNs);
   const Share share = share_of(p, blockIdx.x);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   RingReader<K2, NB> ring(p, share, shared);
@@ -138,7 +140,9 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
     run.word[j] += warp * 4 * K2;
     keep(run.word[j]);
   }
+  stamp(p.stamps, kWaits);
   ring.start(p);
+  stamp(p.stamps, kGoesOn);
   for (int i = 0; i < share.parts; i++) {
     const Part work = part_of(p, share, i);
     const uint32_t multiplier = p.matrix[work.matrix].multiplier, addend = p.matrix[work.matrix].addend;
@@ -148,8 +152,11 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
     multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
     keep(i);  // what finishing needs is computed again: the loop has the registers to itself
     float* area = (float*)(shared + even_shared(p, K2).sums);
+    if (i == 0) stamp(p.stamps, kHasInput);  // of the first part, its sums
     finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
   }
+  stamp(p.stamps, kEnds);
+  stamp(p.stamps, kEndsNs);
 #endif
 }
 

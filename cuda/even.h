@@ -40,6 +40,7 @@ struct EvenParams {
   int64_t image_stride;  // bytes of a rotation
   RowInput* inputs;      // [rotation][row]
   float* inbox;          // [block][segment][eight rows][thread]: sums on their way to the block that finishes a unit; zero means not yet there
+  int64_t* stamps;       // see stamps.cuh
 };
 
 // Work is counted in steps, unit after unit; each thread block has one run of it.

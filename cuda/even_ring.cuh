@@ -2,6 +2,7 @@
 #pragma once
 #include "even.h"
 #include "ptx.cuh"
+#include "stamps.cuh"
 
 namespace exl3::even {
 

@@ -287,6 +287,7 @@ static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, cons
   uint8_t* space = (uint8_t*)a->workspace;
   p.inbox = (float*)(space + kCounterBytes);
   p.inputs = (even::RowInput*)(space + plan.inputs);
+  p.stamps = stamp_buffer();
   p.image = space + plan.image;
   const dim3 prepare_grid(p.row_parts, a->rows, p.rotations);
   if (const int status = launch(even::prepare_even, prepare_grid, even::kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;

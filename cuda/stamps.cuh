@@ -1,10 +1,10 @@
-// When the warps of a product of few rows reach points of it: for benchmarks/gpu_timeline.py, in libraries built with -DEXL3_CUDA_STAMPS=ON.
+// When the warps of a product of up to 64 rows reach points of it: for benchmarks/gpu_timeline.py, in libraries built with -DEXL3_CUDA_STAMPS=ON.
 #pragma once
 #include <stdint.h>
 
 namespace exl3 {
 
-enum StampPoint { kBegins, kFetches, kWaits, kGoesOn, kHasInput, kEnds, kBeginsNs, kEndsNs, kStampPoints };
+enum StampPoint { kBegins, kFetches, kWaits, kGoesOn, kHasInput, kEnds, kBeginsNs, kEndsNs, kStampPoints };  // above few rows kHasInput is the first part's sums
 constexpr int kStampWarps = 20, kStampBlocks = 256;
 
 #ifdef EXL3_STAMPS

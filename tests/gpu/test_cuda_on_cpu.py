@@ -85,7 +85,8 @@ def product(tmp_path_factory: Any) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: Any) -> ctypes.CDLL:
-    sources = ["product.h", "trellis.cuh", "even.h", "rotate.cuh", "even_ring.cuh", "even_input.cuh", "even_finish.cuh", "even.cuh"]
+    sources = ["product.h", "trellis.cuh", "even.h", "rotate.cuh", "stamps.cuh"]
+    sources += [f"even{part}.cuh" for part in ("_ring", "_input", "_finish", "")]
     return compiled(tmp_path_factory.mktemp("even"), "cuda_even_on_cpu", sources)
 
 
