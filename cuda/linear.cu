@@ -81,7 +81,7 @@ static void set_shape(Plan& plan, int k2, const Device& device) {
   };
   const int rows = p.rows;
   for (p.row_shift = 3; p.row_shift > 1 && !fits(most_rows(plan.mode), 0);) p.row_shift--;
-  const int inputs = fused_inputs(p, kWhole, p.share + kWhole).chunks * rows * p.rotations;
+  const int inputs = fused_inputs(p, kGrain, p.share + kGrain).chunks * rows * p.rotations;
   const int most = rows == 1 ? kFusedChunks : plan.mode == kBytes ? kFusedByteTasks : kFusedTasks;
   if (inputs > most || !fits(rows, 1)) fits(rows, 0);
   complete(p, roomy(device.code), k2, plan.mode);
@@ -122,10 +122,10 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
     plan.mode = bytes ? kDecodeBytes : kDecodePairs;
     return plan;
   }
-  const int work = plan.units * p.segments * p.blocks * 8, most = work / kWhole;
+  const int work = plan.units * p.segments * p.blocks * 8, most = work / kGrain;
   plan.grid = most < device.sms ? most : device.sms;
   // Fewer blocks take no longer where the same largest share divides units: then each has a part of one unit.
-  const int largest = (most + plan.grid - 1) / plan.grid, unit = p.segments * p.blocks * 8 / kWhole;
+  const int largest = (most + plan.grid - 1) / plan.grid, unit = p.segments * p.blocks * 8 / kGrain;
   if (unit % largest == 0) plan.grid = most / largest;
   share_out(p, work, plan.grid);
   set_shape(plan, w.k2, device);
@@ -246,7 +246,7 @@ constexpr size_t kStampBytes = sizeof(int64_t) * kStampBlocks * kStampWarps * kS
 static int64_t* stamp_buffer() {
   static int64_t* const buffer = [] {
     void* p = nullptr;
-    return cudaMalloc(&p, kStampBytes) == cudaSuccess ? (int64_t*)p : nullptr;
+    return cudaMalloc(&p, kStampBytes) == cudaSuccess && cudaMemset(p, 0, kStampBytes) == cudaSuccess ? (int64_t*)p : nullptr;
   }();
   return buffer;
 }

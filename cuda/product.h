@@ -42,7 +42,7 @@ struct ProductShared {  // offsets in dynamic shared memory
 };
 
 struct ProductParams {
-  int32_t share, rest;     // work of a thread block: `share` rows of eight tiles, the first `rest` blocks kWhole more
+  int32_t share, rest;     // work of a thread block: `share` rows of eight tiles, the first `rest` blocks kGrain more
   int32_t length;          // rows of tiles of a unit
   uint32_t length_inverse, rows_inverse;  // see unit_of, by_rows
   int32_t blocks;          // in_padded / 128
@@ -72,9 +72,9 @@ struct ProductParams {
 };
 
 // Work is counted in rows of eight tiles (16 inputs by 128 output columns), unit after unit; each thread block has one run of it, and of that each
-// warp a run of each part, both in whole shares of kWhole rows: then all steps are whole ones.
-constexpr int kWhole = 8;
-inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + kWhole * (block < p.rest ? block : p.rest); }
+// warp a run of each part, in multiples of kGrain rows: then all steps are whole ones.
+constexpr int kGrain = 8;
+inline __host__ __device__ int first_work(const ProductParams& p, int block) { return block * p.share + kGrain * (block < p.rest ? block : p.rest); }
 inline __host__ __device__ int chunks_of(const ProductParams& p) { return (p.blocks + kScaleBlocks - 1) / kScaleBlocks; }
 
 // Divisions in a kernel's first instructions, all of which every step waits for, are products with inverses.
@@ -138,7 +138,7 @@ inline __host__ __device__ int product_threads(const ProductParams& p) { return 
 inline ProductShared product_shared(const ProductParams& p, bool room, int k2, int mode) {
   ProductShared s;
   const int warps = kAcross << p.row_shift;
-  const int most = p.share + (p.rest > 0 ? kWhole : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
+  const int most = p.share + (p.rest > 0 ? kGrain : 0), chunk = kScaleBlocks * 8, all = chunks_of(p);
   s.slot = rows_in_slot(room, k2, mode) * (ring_pitch(k2) + (p.fused ? 0 : p.row_bytes));
   s.image = warps * ring_slots(room, mode) * s.slot;
   const int bound = (most + 3 * chunk - 2) / chunk, chunks = bound < all ? bound : all;  // one of them may be short
@@ -153,8 +153,8 @@ inline ProductShared product_shared(const ProductParams& p, bool room, int k2, i
 
 // Shares `work` out over so many thread blocks.
 inline void share_out(ProductParams& p, int work, int blocks) {
-  p.share = work / kWhole / blocks * kWhole;
-  p.rest = work / kWhole % blocks;
+  p.share = work / kGrain / blocks * kGrain;
+  p.rest = work / kGrain % blocks;
 }
 
 // What follows from the other parameters.

@@ -11,7 +11,7 @@ struct ProductShape {
   static constexpr bool kFused = FUSED;
   static constexpr int kRow = 16 * K2 * kTiles, kPitch = ring_pitch(K2), kIn = rows_in_slot(kRoomy, K2, MODE);  // bytes of a warp's row of tiles; rows in a slot
   static constexpr int kLanes = kRow / 16, kFit = 32 / kLanes, kTogether = kFit < 1 ? 1 : kFit < kIn ? kFit : kIn;  // rows one copy of all lanes brings
-  static_assert(kWhole % kIn == 0, "");
+  static_assert(kGrain % kIn == 0, "");
   static constexpr int kOperands = kIn * kRows * column_bytes(MODE);  // most bytes of operands in a slot
   static constexpr int kSlots = ring_slots(kRoomy, MODE);
 };
@@ -21,10 +21,10 @@ struct ProductShape {
 struct WarpRows {
   int row, end;
   __device__ __forceinline__ WarpRows(const Part& part, int down, int shift) {
-    const int warps = 1 << shift, all = part.count / kWhole, each = all >> shift, more = all & (warps - 1);
-    const int rank = (down - part.before / kWhole) & (warps - 1);
-    row = part.from + kWhole * (rank * each + min(rank, more));
-    end = row + kWhole * (each + (rank < more ? 1 : 0));
+    const int warps = 1 << shift, all = part.count / kGrain, each = all >> shift, more = all & (warps - 1);
+    const int rank = (down - part.before / kGrain) & (warps - 1);
+    row = part.from + kGrain * (rank * each + min(rank, more));
+    end = row + kGrain * (each + (rank < more ? 1 : 0));
   }
 };
 
