@@ -30,7 +30,7 @@ inline ReconstructParams reconstruct_params(const exl3_weight& w, uint16_t* out)
   // sums over 128 x 128 come times 1/16, the transforms' own factor is 1/128
   return {(const uint8_t*)w.trellis, (const uint16_t*)w.suh, (const uint16_t*)w.svh, out, w.in_features, w.out_features, w.out_padded / 16,
           w.multiplier, w.codebook == EXL3_3INST ? k3instAddend : 0u, (bytes ? kMul1Scale : 1.f) / 8,
-          bytes ? (kMul1Shift / kMul1Scale + 1534.f) * 1024.f : 0.f};
+          bytes ? (kMul1Shift / kMul1Scale + kMul1Middle) * 1024.f : 0.f};
 }
 
 #ifdef __CUDACC__

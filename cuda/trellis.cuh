@@ -104,7 +104,7 @@ __device__ __forceinline__ void states_by_products(const uint32_t (&words)[Run<K
       continue;
     }
     const uint32_t half = s < 16 ? r[i] : __byte_perm(r[i], r[i + 1], 0x5432);  // the window begins in its lower half
-    const uint32_t moved = up == 0 ? half : shifts_too && up >= 5 ? __funnelshift_l(half, half, up) : half * power[up];
+    const uint32_t moved = up == 0 ? half : shifts_too && up >= 6 ? __funnelshift_l(half, half, up) : half * power[up];
     state[j] = __byte_perm(moved, 0, t == 0 ? 0x4410 : t <= kByte ? 0x4421 : 0x4432);
   }
 }
@@ -127,6 +127,13 @@ __device__ __forceinline__ uint32_t half_pair_of(uint32_t state, uint32_t multip
 __device__ __forceinline__ uint32_t decode_bytes(uint32_t s0, uint32_t s1, uint32_t multiplier) {
   const uint32_t a = __dp4a(s0 * multiplier, 0x01010101u, 0x6400u), b = __dp4a(s1 * multiplier, 0x01010101u, 0x6400u);
   return __byte_perm(a, b, 0x5410);
+}
+// And less their middle, exact too: sums over a part of the inputs stay small enough for halves.
+constexpr float kMul1Middle = 1534.f;
+__device__ __forceinline__ uint32_t decode_centred(uint32_t s0, uint32_t s1, uint32_t multiplier) {
+  const uint32_t h = decode_bytes(s0, s1, multiplier), middle = 0xe5fee5fe;  // -1534
+  const __half2 centred = __hadd2(*(const __half2*)&h, *(const __half2*)&middle);
+  return *(const uint32_t*)&centred;
 }
 __device__ __forceinline__ uint32_t decode_pairs(uint32_t s0, uint32_t s1, uint32_t multiplier, uint32_t addend) {
   const uint32_t a = half_pair_of(s0, multiplier, addend), b = half_pair_of(s1, multiplier, addend);

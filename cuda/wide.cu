@@ -74,9 +74,9 @@ WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int 
   p.norm_eps = from.norm_eps;
 
   if (wgmma) share_out(plan, sms / 2);
-  // |sum| <= |x| |w| with inputs up to 512, weights of about 147 (bytes) or 1.2
-  p.shrink = 1.f / ((bytes ? 512.f : 4.f) * sqrtf(64.f * (float)p.steps));
-  p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale) : 0.f;
+  // |sum| <= |x| |w| with inputs up to 512, weights of about 147 (bytes) or 1.2; twice that when two columns are added
+  p.shrink = .5f / ((bytes ? 512.f : 4.f) * sqrtf(64.f * (float)p.steps));
+  p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale + kMul1Middle) : 0.f;
   p.grow = HADAMARD128_SCALE * (bytes ? kMul1Scale : 1.f) / p.shrink;
 
   int64_t at = reserved;
@@ -87,7 +87,7 @@ WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int 
   };
   plan.scales = take((int64_t)p.rotations * p.rows * (int64_t)sizeof(SliceScale));
   plan.image = take((int64_t)p.rotations * p.steps * p.row_tiles * p.tile_rows * 128);
-  plan.partial = take(p.split_tiles ? (int64_t)plan.clusters * 2 * 128 * p.tile_rows * (int64_t)sizeof(float) : 0);
+  plan.partial = take(p.split_tiles ? (int64_t)plan.clusters * 2 * p.tile_rows * 256 : 0);
   plan.total = at;
   return plan;
 }
@@ -98,7 +98,7 @@ int launch_wide(WidePlan& plan, int k2, bool bytes, int activation, void* worksp
   p.arrived = (int32_t*)space;
   p.scales = (SliceScale*)(space + plan.scales);
   p.image = space + plan.image;
-  p.partial = (float*)(space + plan.partial);
+  p.partial = space + plan.partial;
   if (const int status = launch(prepare_wide, dim3(p.rows, p.rotations), prepare_threads(p.steps * 64), 0, 1, p, stream, "linear: rotation")) return status;
   const WideEntry entry = find_wide(k2);
   const auto kernel = plan.clusters ? entry.kernel[bytes ? 0 : 1][p.tile_rows == 128 ? 0 : 1] : entry.mma[bytes ? 0 : 1];

@@ -7,9 +7,10 @@
 // bulk copies fetch it. Of twelve warps eight multiply, one keeps a ring of stages of 64 inputs full, and three finish the tile before:
 // they turn each row's 128 sums, passed on as halves, by the Hadamard transform and store them, while the tensor cores go on.
 //
-// mul1 weights go in as 1024 + byte sum, exact in fp16; scale and shift come later. Blocks stay for the whole call. Where the tiles don't fill
-// whole rounds of the card, the first ones are cut along the inner dimension into equal shares (WideWalk); whoever has a tile's beginning adds
-// the other shares in their order, so results repeat bit for bit.
+// mul1 weights go in as byte sum - 510, exact in fp16; scale and what is left of the shift come later. Blocks stay for the whole call. Where the tiles don't fill
+// whole rounds of the card, the first ones are cut along the inner dimension into equal shares (WideWalk). Sums of a share go the same way, and
+// from the finishing warps to memory; who finishes the tile, the block with its beginning, adds the other shares in their order, so results repeat
+// bit for bit.
 #pragma once
 #include "ptx.cuh"
 #include "rotate.cuh"
@@ -23,7 +24,10 @@ namespace exl3 {
 constexpr int kManyRegisters = 192, kFewRegisters = 120;  // of a multiplier and of the others; 2 x 192 + 120 is 3 x 168, what a launch gets
 
 // Where a row's sums of eight columns lie: [row][16 pieces of 16 bytes, swapped by row].
-__device__ __forceinline__ uint8_t* staged_piece(uint8_t* staged, int row, int piece) { return staged + row * 256 + (piece ^ (row & 7)) * 16; }
+template <class Byte>
+__device__ __forceinline__ Byte* staged_piece(Byte* staged, int row, int piece) {
+  return staged + row * 256 + (piece ^ (row & 7)) * 16;
+}
 
 // What is rare, or large, stands once in a kernel.
 static __device__ __noinline__ float activate_one(float x, int activation) { return activate(x, activation, nullptr); }
@@ -35,14 +39,20 @@ static __device__ __noinline__ void store_one(void* y, int c, int n, int dtype, 
 struct alignas(16) EightHalves {
   __half2 pairs[4];
 };
-static __device__ __forceinline__ void load_eight(const void* from, float* v) {
-  const EightHalves h = *(const EightHalves*)from;
+static __device__ __forceinline__ void unpack_eight(const EightHalves& h, float* v) {
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     const float2 f = __half22float2(h.pairs[e]);
     v[2 * e] = f.x;
     v[2 * e + 1] = f.y;
   }
+}
+static __device__ __forceinline__ void load_eight(const void* from, float* v) { unpack_eight(*(const EightHalves*)from, v); }
+static __device__ __forceinline__ void add_eight(const uint4& of, float* v) {
+  float other[8];
+  unpack_eight(*(const EightHalves*)&of, other);
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] += other[e];
 }
 
 // The 16 columns of a row that a lane has, eight from c on and eight from c + 64 on; those past n are zero.
@@ -96,7 +106,9 @@ static __device__ __forceinline__ void store_columns(void* y, int c, int n, int 
   }
 }
 
-// Unscaled 128-point Hadamard transform over eight lanes of 16 values each.
+// Unscaled 128-point Hadamard transform over eight lanes of 16 values each. FIRST: 1; or 2 where pairs of columns eight apart, of neighbouring lanes, have
+// become their sum and their difference already.
+template <int FIRST>
 __device__ __forceinline__ void turn16(float (&v)[16], int lane) {
 #pragma unroll
   for (int step = 1; step < 16; step <<= 1)
@@ -108,31 +120,52 @@ __device__ __forceinline__ void turn16(float (&v)[16], int lane) {
         v[i | step] = a - b;
       }
 #pragma unroll
-  for (int m = 1; m < 8; m <<= 1) {
+  for (int m = FIRST; m < 8; m <<= 1) {
     const float sign = lane & m ? -1.f : 1.f;
 #pragma unroll
     for (int i = 0; i < 16; i++) v[i] = fmaf(sign, v[i], __shfl_xor_sync(~0u, v[i], m));
   }
 }
 
-// Rows of a tile, four at a time, `first` the first four and `stride` fours on from there: transform, scales, bias, activation, store. One warp, eight
-// lanes a row: three steps of the transform through shuffles, which are few a cycle, four in registers.
-static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, uint8_t* staged,
-                                                   const float* row_scales, int first, int stride, int lane) {
+// What other blocks have of a tile, laid out as their `staged` was: `count` of them, `stride` bytes from one to the next.
+struct OtherShares {
+  const uint8_t* from;
+  int64_t stride;
+  int count;
+};
+
+// Rows of a tile, four at a time, `first` the first four and `stride` fours on from there: sum of the shares, transform, scales, bias, activation, store.
+// One warp, eight lanes a row: two steps of the transform through shuffles, which are few a cycle, four in registers, one is done.
+static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, const uint8_t* staged,
+                                                   const OtherShares& others, const float* row_scales, int first, int stride, int lane) {
   const int c = group * 128 + lane % 8 * 8, n = w.out_features;
   const bool whole = (group + 1) * 128 <= n && w.y_stride % 8 == 0 && ((uintptr_t)w.y & 15) == 0;
   float svh[16];
 #pragma unroll
   for (int e = 0; e < 16; e++) svh[e] = half_to_float(w.svh[c + e % 8 + e / 8 * 64]);
+  auto row_at = [&](int r0) { return min(r0 + lane / 8, rows - 1); };
+  uint4 other[2];  // of the first of the others, fetched a round ahead
+  auto fetch_other = [&](int share, int r0) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) other[i] = __ldcg((const uint4*)staged_piece(others.from + share * others.stride, row_at(r0), lane % 8 + 8 * i));
+  };
+  if (others.count > 0) fetch_other(0, 4 * first);
 #pragma unroll 1
   for (int r0 = 4 * first; r0 < rows; r0 += 4 * stride) {
-    const int row = min(r0 + lane / 8, rows - 1);
+    const int row = row_at(r0);
     void* y = row_of(w.y, (int64_t)(row0 + row) * w.y_stride, p.y_dtype);
     float v[16], o[16];
     if (p.activation || p.accumulate) load_columns(y, c, n, p.y_dtype, whole, o);
 #pragma unroll
     for (int i = 0; i < 2; i++) load_eight(staged_piece(staged, row, lane % 8 + 8 * i), v + 8 * i);
-    turn16(v, lane);
+#pragma unroll 1
+    for (int share = 0; share < others.count; share++) {
+      if (share > 0) fetch_other(share, r0);
+#pragma unroll
+      for (int i = 0; i < 2; i++) add_eight(other[i], v + 8 * i);
+    }
+    if (others.count > 0) fetch_other(0, r0 + 4 * stride);
+    turn16<2>(v, lane);
     const float scale = row_scales[row];
 #pragma unroll
     for (int e = 0; e < 16; e++) v[e] *= scale * svh[e];
@@ -220,41 +253,8 @@ __device__ __forceinline__ void wide_fetch(const WideParams& p, const WideSpace<
   }
 }
 
-// Sums of a share that another cluster finishes, to memory.
-template <int ROWS>
-__device__ __forceinline__ void pass_on(const WideParams& p, const float (&d)[ROWS / 2], int thread) {
-  float4* to = (float4*)p.partial + (int64_t)blockIdx.x * (ROWS / 8) * 256 + thread;
-#pragma unroll
-  for (int j = 0; j < ROWS / 8; j++) __stcg(to + j * 256, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
-  __threadfence();
-  sync_multipliers();
-  if (thread == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.arrived + blockIdx.x) : "memory");
-}
-// And the shares of clusters from `cluster` on, up to the end of the tile, added.
-template <int ROWS>
-__device__ __forceinline__ void take_over(const WideParams& p, float (&d)[ROWS / 2], int tile, int cluster, int clusters, int rank, int thread) {
-  for (; wide_share(p, cluster, clusters) < (tile + 1) * p.steps; cluster++) {
-    const int block = 2 * cluster + rank;
-    if (thread == 0) {
-      int there;
-      do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.arrived + block) : "memory");
-      while (!there);
-      p.arrived[block] = 0;
-    }
-    sync_multipliers();
-    const float4* from = (const float4*)p.partial + (int64_t)block * (ROWS / 8) * 256 + thread;
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
-      const float4 f = __ldcg(from + j * 256);
-      d[4 * j] += f.x;
-      d[4 * j + 1] += f.y;
-      d[4 * j + 2] += f.z;
-      d[4 * j + 3] += f.w;
-    }
-  }
-}
-
-// A warpgroup's sums as halves to the finishers, [row][column].
+// A warpgroup's sums as halves to the finishers, [row][column]; columns eight apart, which a thread has, as their sum and their difference: a step of the
+// transform.
 template <int ROWS>
 __device__ __forceinline__ void hand_over(const WideParams& p, const float (&d)[ROWS / 2], uint8_t* staged, const float* sums, int warp, int lane) {
   const int q = lane % 4, row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
@@ -265,8 +265,9 @@ __device__ __forceinline__ void hand_over(const WideParams& p, const float (&d)[
     for (int i = 0; i < 2; i++) {
       const float2 sum = *(const float2*)(sums + (j + i) * 8 + 2 * q);
       const float* v = d + 4 * (j + i);
-      const __half2 low = __floats2half2_rn(fmaf(v[0], p.shrink, sum.x), fmaf(v[1], p.shrink, sum.y));
-      const __half2 high = __floats2half2_rn(fmaf(v[2], p.shrink, sum.x), fmaf(v[3], p.shrink, sum.y));
+      const float2 a = make_float2(fmaf(v[0], p.shrink, sum.x), fmaf(v[1], p.shrink, sum.y));
+      const float2 b = make_float2(fmaf(v[2], p.shrink, sum.x), fmaf(v[3], p.shrink, sum.y));
+      const __half2 low = __floats2half2_rn(a.x + b.x, a.y + b.y), high = __floats2half2_rn(a.x - b.x, a.y - b.y);
       r[2 * i] = *(const uint32_t*)&low;
       r[2 * i + 1] = *(const uint32_t*)&high;
     }
@@ -281,7 +282,7 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
   const Run<K2> run(lane);
   float d[ROWS / 2];
   uint32_t a[2][2][4] = {};
-  int stage = 0, phase = 0, finished = 0;
+  int stage = 0, phase = 0, handed = 0;
   auto release = [&](int which) {
     __syncwarp();  // one arrives for all
     if (lane == 0) ptx::barrier_arrive(space.empty + which);
@@ -307,7 +308,7 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             const int j = 4 * (e & 1) + 2 * (e >> 1);
-            a[half][r][e] = MODE == kDecodeBytes ? decode_bytes(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
+            a[half][r][e] = MODE == kDecodeBytes ? decode_centred(s[j], s[j + 1], multiplier) : decode_pairs(s[j], s[j + 1], multiplier, addend);
           }
         }
         wgmma_fence();
@@ -327,12 +328,7 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
     }
     wgmma_wait<0>();
     release(stage ? stage - 1 : kStages - 1);
-    if (piece.first > 0) {
-      pass_on<ROWS>(p, d, thread);
-      continue;
-    }
-    if (piece.last < p.steps) take_over<ROWS>(p, d, piece.tile, cluster + 1, clusters, rank, thread);
-    ptx::barrier_wait(space.staged_empty, (finished & 1) ^ 1);
+    ptx::barrier_wait(space.staged_empty, (handed & 1) ^ 1);
     if (thread < ROWS) {
       space.sums[thread] = row_scale.sum * p.shrink_shift;
       space.scales[thread] = row_scale.scale * p.grow;
@@ -340,36 +336,62 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
     sync_multipliers();
     hand_over<ROWS>(p, d, space.staged, space.sums, warp, lane);
     ptx::barrier_arrive(space.staged_full);
-    finished++;
+    handed++;
   }
 }
 
-// All but the last tile: warps 9 .. 11. The last: all warps but the one that fetched, which has not followed the finished tiles; nobody has anything else
-// to do.
+// The sums of a share to memory, then a word that says so. `first`: which of `warps` warps.
+template <int ROWS>
+__device__ __forceinline__ void pass_on(const WideParams& p, const uint8_t* staged, int rows, int first, int warps, int lane) {
+  uint4* to = (uint4*)(p.partial + (int64_t)blockIdx.x * ROWS * 256);
+#pragma unroll 4
+  for (int i = first * 32 + lane; i < rows * 16; i += warps * 32) __stcg(to + i, *(const uint4*)(staged + i * 16));
+  __threadfence();
+  ptx::named_sync(2, warps * 32);
+  if (first == 0 && lane == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.arrived + blockIdx.x) : "memory");
+}
+// The shares of the clusters that follow, as far as the tile goes, once they are there.
+template <int ROWS>
+__device__ __forceinline__ OtherShares others_of(const WideParams& p, int tile, int cluster, int clusters, int rank, int lane) {
+  OtherShares others{p.partial + (int64_t)(2 * (cluster + 1) + rank) * ROWS * 256, (int64_t)2 * ROWS * 256, 0};
+  for (; wide_share(p, cluster + 1 + others.count, clusters) < (tile + 1) * p.steps; others.count++) {
+    int there = lane;
+    if (lane == 0) do
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.arrived + 2 * (cluster + 1 + others.count) + rank) : "memory");
+      while (!there);
+    __syncwarp();
+  }
+  return others;
+}
+
+// All but the last piece: warps 9 .. 11. The last: all warps but the one that fetched, which has not followed those before; nobody has anything else to do.
 template <int K2, int ROWS>
 __device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
   const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   WideWalk walk(p, cluster, clusters);
-  WidePiece piece;
-  int tile = -1;
-  for (int n = 0;; n++) {
-    bool more;
-    int next = -1;
-    while ((more = walk.step(p, clusters, piece)) && piece.first > 0) {}
-    if (more) next = piece.tile;
-    const bool last = next < 0;
-    if (n > 0 && (last ? warp != 8 : warp > 8)) {
-      ptx::barrier_wait(space.staged_full, (n - 1) & 1);
-      const WidePlace place = wide_place(p, tile);
-      const ProductMatrix& w = p.matrix[place.matrix];
-      const int group = place.group + rank, row0 = place.row_tile * ROWS;
-      if (group * 8 < w.columns)
-        finish_rows(p, w, group, row0, min(ROWS, p.rows - row0), space.staged, space.scales, !last ? warp - 9 : warp < 8 ? warp : warp - 1,
-                    last ? kWideThreads / 32 - 1 : kWideFinishers, lane);
-      if (!last) ptx::barrier_arrive(space.staged_empty);
+  WidePiece next;
+  bool more = walk.step(p, clusters, next);
+  for (int n = 0; more; n++) {
+    const WidePiece piece = next;
+    more = walk.step(p, clusters, next);
+    if (more ? warp <= 8 : warp == 8) continue;
+    const int warps = more ? kWideFinishers : kWideThreads / 32 - 1, first = more ? warp - 9 : warp < 8 ? warp : warp - 1;
+    const WidePlace place = wide_place(p, piece.tile);
+    const ProductMatrix& w = p.matrix[place.matrix];
+    const int group = place.group + rank, row0 = place.row_tile * ROWS, rows = min(ROWS, p.rows - row0);
+    ptx::barrier_wait(space.staged_full, n & 1);
+    if (piece.first > 0) {
+      pass_on<ROWS>(p, space.staged, rows, first, warps, lane);
+    } else {
+      OtherShares others{};
+      if (piece.last < p.steps) others = others_of<ROWS>(p, piece.tile, cluster, clusters, rank, lane);
+      if (group * 8 < w.columns) finish_rows(p, w, group, row0, rows, space.staged, others, space.scales, first, warps, lane);
+      if (others.count > 0) {
+        ptx::named_sync(2, warps * 32);  // all have seen the words
+        for (int i = first * 32 + lane; i < others.count; i += warps * 32) p.arrived[2 * (cluster + 1 + i) + rank] = 0;
+      }
     }
-    if (last) return;
-    tile = next;
+    if (more) ptx::barrier_arrive(space.staged_empty);
   }
 }
 #endif

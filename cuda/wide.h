@@ -36,7 +36,7 @@ struct WideParams {
   float grow;                  // and this, times the row's scale, makes results of them
   uint8_t* image;              // [rotation][64 inputs][rows / 8][8 rows][128 bytes, 16-byte pieces swapped by row]
   SliceScale* scales;          // [rotation][row]
-  float* partial;              // [block][tile_rows / 8][256 threads][4]: what a block has of a tile that another one finishes
+  uint8_t* partial;            // [block][row][128 halves]: what a block has of a tile that another one finishes, in the order of its shared memory
   int32_t* arrived;            // [block], zero before and after
 };
 

@@ -85,7 +85,7 @@ static __global__ void __launch_bounds__(1024) prepare_wide(const __grid_constan
         for (int e = 0; e < 16; e++) v[e] *= norm * scale[e];
       }
     }
-    turn16(v, lane);
+    turn16<1>(v, lane);
   };
   auto most = [](const float(&v)[16]) {
     float largest = 0.f;

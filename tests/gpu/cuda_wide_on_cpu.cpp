@@ -47,7 +47,7 @@ EXL3_EXPORT int on_cpu(const exl3_linear_args* a) {
   p.row_tiles = (p.rows + kMmaRows - 1) / kMmaRows;
   const bool bytes = w.codebook == EXL3_MUL1;
   p.shrink = bytes ? 1e-4f : 1e-2f;  // any that keeps sums within halves
-  p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale) : 0.f;
+  p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale + kMul1Middle) : 0.f;
   p.grow = HADAMARD128_SCALE * (bytes ? kMul1Scale : 1.f) / p.shrink;
   if (w.k2 == 3 && bytes) return run<3, kDecodeBytes>(p);
   if (w.k2 == 8 && bytes) return run<8, kDecodeBytes>(p);
