@@ -243,48 +243,30 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   ptx::launch_dependents();
   // Until the wait a block that starts last holds up all others of this kernel: what can be done later or by other warps is.
   const BlockRun run(p, blockIdx.x);
+  const int parts_count = run.parts(p);
+  Beginning<K2, S> beginning;
+  if (!multiplies) beginning.start(p, run, shared, parts_count);
   const InputTasks tasks(p, run);
   TaskWeights first;
   if constexpr (FUSED) first.start(p, tasks);
-  const int parts_count = run.parts(p);
   Part* parts = (Part*)(shared + p.shared.parts);
+  const WarpPart* warp_parts = (const WarpPart*)(shared + p.shared.warp_parts);
   uint8_t* ring = shared + warp * S::kSlots * p.shared.slot;
-  Feed<S> feed;
-  constexpr int kAhead = S::kSlots - 1, kBefore = S::kIn / 2;      // slots filled before the first step; rows fetched before any of the input
-  auto found = [&](int i) { return part_of_run(p, K2, run, i); };  // until the table is there
   stamp(p.stamps, kFetches);
-  if (multiplies) {
-    feed.open(p, found, parts_count);
-    feed.weights(ring, 0, kBefore);
-  } else {
-    describe_parts(p, K2, run, parts, parts_count);
-  }
-  [[maybe_unused]] Feed<S> behind = feed;
-  auto fill = [&] {  // the rest of the first slots; one group of copies a step, empty ones too
-    if (!multiplies) return;
-#pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      feed.weights(ring + i * p.shared.slot, i == 0 ? kBefore : 0, S::kIn);
-      if constexpr (FUSED) ptx::copy_commit();
-      feed.advance(p, found, parts_count);
-    }
-  };
   const float* scales = FUSED ? (const float*)(shared + p.shared.scales) : p.scales;
+  auto rest = [&] {
+    if (!multiplies) beginning.rest(p, shared);
+  };
   if constexpr (FUSED) {
-    rotate_inputs<MODE>(p, shared, tasks, first, fill);
+    rotate_inputs<MODE>(p, shared, tasks, first, rest);
   } else {
-    fill();
     ptx::wait_for_previous();
-#pragma unroll 1
-    for (int i = multiplies ? 0 : kAhead; i < kAhead; i++) {  // the operands of each step are copied with it
-      behind.operands(p, ring + i * p.shared.slot);
-      ptx::copy_commit();
-      behind.advance(p, found, parts_count);
-    }
+    rest();
     __syncthreads();
   }
   stamp(p.stamps, kHasInput);
   if (!multiplies) {
+    Beginning<K2, S>::prefetch_scales(p, parts, parts_count);
     const float* squares = FUSED ? (const float*)(shared + p.shared.squares) : p.squares;
     finish_parts(p, parts, parts_count, run, (const float*)(shared + p.shared.exchange), squares);
     stamp(p.stamps, kEnds);
@@ -295,21 +277,32 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   const RowPair<K2, MODE> pair(p);
   Sums<MODE> sums;
   sums.clear();
-  auto listed = [&](int i) { return parts[i]; };
+  Feed<S> feed;
+  feed.open(p, parts, warp_parts, parts_count);
+  const bool begun = feed.more();
+  feed.advance(p, parts, warp_parts, parts_count);
   constexpr int kCopied = S::kIn < 4 ? S::kIn : 4;  // rows begun at a time: more would hold up the warps
-  int slot = 0, free = kAhead * p.shared.slot, used = 0;  // bytes; parts with products
+  int slot = 0, free = p.shared.slot, used = 0;  // bytes; parts with products
+#pragma unroll
+  for (int i = 1; i < S::kSlots - 1; i++, free += p.shared.slot) {
+    feed.weights(ring + free, 0, S::kIn);
+    if constexpr (!FUSED) feed.operands(p, ring + free);
+    ptx::copy_commit();
+    feed.advance(p, parts, warp_parts, parts_count);
+  }
+  if (begun) ptx::barrier_wait((uint64_t*)(shared + p.shared.begun) + warp, 0);
   for (int i = 0; i < parts_count; i++) {
     const Part& part = parts[i];
     if (part.count > 0) {
       const uint32_t multiplier = p.matrix[part.matrix].multiplier, addend = p.matrix[part.matrix].addend;
       const int rotation = p.rotations > 1 ? part.matrix : 0;
-      WarpRows at(part, down, p.row_shift);
+      WarpPart at = warp_parts[i * kMostWarps + warp];
       sums.clear_totals();
       while (at.row < at.end) {  // chunks
         const int chunk = at.row / (kScaleBlocks * 8), chunk_end = min(at.end, (chunk + 1) * kScaleBlocks * 8);
         const uint8_t* operand = shared + p.shared.image + rotation * p.shared.image_bytes + image_row(p, tasks.inputs, at.row) * p.row_bytes;
         for (; at.row < chunk_end; at.row += S::kIn) {  // steps
-          ptx::copy_wait<kAhead - 1>();
+          ptx::copy_wait<S::kSlots - 2>();
           __syncwarp();
           const uint8_t* weights = ring + slot;
           if constexpr (!FUSED) operand = weights + S::kIn * S::kPitch;
@@ -320,7 +313,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
           }
           if constexpr (!FUSED) feed.operands(p, ring + free);
           ptx::copy_commit();
-          feed.advance(p, listed, parts_count);
+          feed.advance(p, parts, warp_parts, parts_count);
           operand += S::kIn * p.row_bytes;
           free = slot;
           slot += p.shared.slot;

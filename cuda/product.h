@@ -38,7 +38,7 @@ struct ProductMatrix {
 
 struct ProductShared {  // offsets in dynamic shared memory
   int slot;             // bytes from one slot of a ring to the next
-  int image, image_bytes, scales, squares, exchange, parts, total;
+  int image, image_bytes, scales, squares, exchange, begun, parts, warp_parts, total;
 };
 
 struct ProductParams {
@@ -146,8 +146,11 @@ inline ProductShared product_shared(const ProductParams& p, bool room, int k2, i
   s.scales = s.image + (p.fused ? p.rotations : 0) * s.image_bytes;
   s.squares = s.scales + (p.fused ? p.rotations * all * kRows * 4 : 0);
   s.exchange = s.squares + (p.fused ? all * kRows * 4 : 0);
-  s.parts = s.exchange + 2 * (p.rows << p.row_shift) * kPitch * 4;
-  s.total = s.parts + ((most - 1) / (p.segments * p.blocks * 8) + 2) * p.segments * kPartBytes;
+  s.begun = s.exchange + 2 * (p.rows << p.row_shift) * kPitch * 4;
+  s.parts = s.begun + kMostWarps * 8;
+  const int parts = ((most - 1) / (p.segments * p.blocks * 8) + 2) * p.segments;
+  s.warp_parts = (s.parts + parts * kPartBytes + 15) / 16 * 16;
+  s.total = s.warp_parts + parts * kMostWarps * 16;
   return s;
 }
 

@@ -14,6 +14,12 @@ struct Part {
 };
 static_assert(sizeof(Part) <= kPartBytes, "");
 
+// What one warp has of it.
+struct alignas(16) WarpPart {
+  const uint8_t* weights;  // of its first row
+  int32_t row, end;
+};
+
 // Where units are of one matrix each.
 __device__ __forceinline__ int matrix_of_unit(const ProductParams& p, int unit) {
   int matrix = 0;
@@ -37,17 +43,6 @@ __device__ __forceinline__ Part part_of_run(const ProductParams& p, int k2, cons
   part.pitch = w.columns * 16 * k2;
   part.weights = w.trellis + (int64_t)(part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128 * k2;
   return part;
-}
-
-// The warps that finish: all parts of a run, for all.
-__device__ __forceinline__ void describe_parts(const ProductParams& p, int k2, const BlockRun& run, Part* parts, int count) {
-  for (int i = blockDim.x - 1 - threadIdx.x; i < count; i += kFinishers * 32) {  // from the last warp on: the first may have tasks
-    const Part part = part_of_run(p, k2, run, i);
-    const uint16_t* svh = p.matrix[part.matrix].svh + (part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128;
-    ptx::prefetch(svh);
-    ptx::prefetch(svh + 64);
-    parts[i] = part;
-  }
 }
 
 // Sums of the 128 columns of one row from one thread block to another; the receiver leaves zeros. A sum of zero travels as -0.

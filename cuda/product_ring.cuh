@@ -28,65 +28,144 @@ struct WarpRows {
   }
 };
 
-// The steps of a warp along the block's run, kIn rows each. `part_at(i)`: part i.
+// Of the lane: which row of those that one copy brings, and where in it.
+template <class S>
+__device__ __forceinline__ int row_of_lane() {
+  return S::kTogether > 1 ? threadIdx.x % 32 / S::kLanes : 0;
+}
+template <class S>
+__device__ __forceinline__ int byte_of_lane() {
+  return (S::kTogether > 1 ? threadIdx.x % 32 % S::kLanes : threadIdx.x % 32) * 16;
+}
+
+// All lanes of a warp begin copies of rows first .. last - 1 of a step to a slot; `from`: what the lane has of row 0.
+template <class S>
+__device__ __forceinline__ void copy_rows(uint8_t* slot, const uint8_t* from, int64_t pitch, int first, int last) {
+  const int lane = threadIdx.x % 32;
+  uint8_t* to = slot + row_of_lane<S>() * S::kPitch + byte_of_lane<S>();
+#pragma unroll
+  for (int r = first; r < last; r++) {
+    if (r % S::kTogether) continue;  // came with an earlier one
+#pragma unroll
+    for (int b = 0; b < S::kRow; b += 512)
+      if (S::kTogether > 1 ? S::kTogether * S::kLanes == 32 || lane < S::kTogether * S::kLanes : b + 512 <= S::kRow || lane * 16 < S::kRow - b)
+        ptx::copy16(to + r * S::kPitch + b, from + r * pitch + b);
+  }
+}
+// And the operands that go with a step.
+template <class S>
+__device__ __forceinline__ void copy_operands(const ProductParams& p, uint8_t* slot, const uint8_t* from) {
+  const int at = threadIdx.x % 32 * 16, bytes = S::kIn * p.row_bytes - at;
+#pragma unroll
+  for (int b = 0; b < S::kOperands; b += 512)
+    if (b < bytes) ptx::copy16(slot + S::kIn * S::kPitch + at + b, from + at + b);
+}
+__device__ __forceinline__ const uint8_t* operands_of(const ProductParams& p, int matrix, int row) {
+  return p.image + (int64_t)((p.rotations > 1 ? matrix : 0) * p.blocks * 8 + row) * p.row_bytes;
+}
+
+// What the warps that finish do first, once for the block: they describe the run's parts and what each warp has of them, and fill the first slots, a
+// few rings each. All others could not turn to the input before they had. A lane for a warp's part.
+template <int K2, class S>
+struct Beginning {
+  static constexpr int kBefore = S::kIn / 2;  // rows fetched before any of the input, which more would hold up
+  int ring, each;                             // the first of the rings that this warp fills, and how many
+  const uint8_t* from;                        // of the lane's ring: the weights of its first row,
+  int pitch, matrix, row = -1;                // which row that is, and where
+
+  __device__ __forceinline__ void start(const ProductParams& p, const BlockRun& run, uint8_t* shared, int count) {
+    Part* parts = (Part*)(shared + p.shared.parts);
+    WarpPart* warp_parts = (WarpPart*)(shared + p.shared.warp_parts);
+    const int lane = threadIdx.x % 32, together = 64 >> p.row_shift;  // parts at a time
+    each = (1 << p.row_shift) / 2;
+    ring = (threadIdx.x / 32 - (kAcross << p.row_shift)) * each;
+    if (lane < each) ptx::barrier_init((uint64_t*)(shared + p.shared.begun) + ring + lane, 32);
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < count; first += together) {
+      const int i = first + lane % together, warp = ring + lane / together;
+      Part part{};
+      WarpPart mine{};
+      if (i < count) {
+        part = part_of_run(p, K2, run, i);
+        const WarpRows rows(part, warp / kAcross, p.row_shift);
+        mine = {part.weights + warp % kAcross * S::kRow + (int64_t)rows.row * part.pitch, rows.row, rows.end};
+        warp_parts[i * kMostWarps + warp] = mine;
+        if (warp == 0) parts[i] = part;
+      }
+      const uint32_t has = __ballot_sync(~0u, mine.row < mine.end);
+#pragma unroll 1
+      for (int k = 0; k < each; k++) {
+        const uint32_t of = has >> k * together << (32 - together);
+        if (__shfl_sync(~0u, row, k) >= 0 || !of) continue;
+        const int its = k * together + __ffs(of) - 1 - (32 - together);
+        const uint8_t* begin = (const uint8_t*)__shfl_sync(~0u, (long long)mine.weights, its);
+        const int its_pitch = __shfl_sync(~0u, part.pitch, its), its_matrix = __shfl_sync(~0u, part.matrix, its), its_row = __shfl_sync(~0u, mine.row, its);
+        if (lane == k) from = begin, pitch = its_pitch, matrix = its_matrix, row = its_row;
+        copy_rows<S>(slot_of(p, shared, k), begin + row_of_lane<S>() * (int64_t)its_pitch + byte_of_lane<S>(), its_pitch, 0, kBefore);
+      }
+    }
+  }
+  __device__ __forceinline__ uint8_t* slot_of(const ProductParams& p, uint8_t* shared, int k) const {
+    return shared + (ring + k) * S::kSlots * p.shared.slot;
+  }
+  // The rest of the slots, with their operands.
+  __device__ __forceinline__ void rest(const ProductParams& p, uint8_t* shared) const {
+#pragma unroll 1
+    for (int k = 0; k < each; k++) {
+      const int its_row = __shfl_sync(~0u, row, k), its_pitch = __shfl_sync(~0u, pitch, k), its_matrix = __shfl_sync(~0u, matrix, k);
+      const uint8_t* begin = (const uint8_t*)__shfl_sync(~0u, (long long)from, k);
+      if (its_row < 0) continue;
+      copy_rows<S>(slot_of(p, shared, k), begin + row_of_lane<S>() * (int64_t)its_pitch + byte_of_lane<S>(), its_pitch, kBefore, S::kIn);
+      if constexpr (!S::kFused) copy_operands<S>(p, slot_of(p, shared, k), operands_of(p, its_matrix, its_row));
+      ptx::copies_arrive((uint64_t*)(shared + p.shared.begun) + ring + k);
+    }
+  }
+  // Of the parts what finishing needs.
+  static __device__ __forceinline__ void prefetch_scales(const ProductParams& p, const Part* parts, int count) {
+    for (int i = threadIdx.x - (kAcross << p.row_shift) * 32; i < count; i += kFinishers * 32) {
+      const Part& part = parts[i];
+      const uint16_t* svh = p.matrix[part.matrix].svh + (part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix])) * 128;
+      ptx::prefetch(svh);
+      ptx::prefetch(svh + 64);
+    }
+  }
+};
+
+// The steps of a warp along the block's run, kIn rows each.
 template <class S>
 struct Feed {
   int row = 0, end = 0, part = 0;
   int64_t pitch;
   const uint8_t* next;    // what the lane copies of the weights
-  const uint8_t* inputs;  // and of the operands that go with them, where they do
-
-  // Of the lane: which row of those that one copy brings, and where in it.
-  static __device__ __forceinline__ int row_of_lane() { return S::kTogether > 1 ? threadIdx.x % 32 / S::kLanes : 0; }
-  static __device__ __forceinline__ int byte_of_lane() { return (S::kTogether > 1 ? threadIdx.x % 32 % S::kLanes : threadIdx.x % 32) * 16; }
+  const uint8_t* inputs;  // and the operands that go with them, where they do
 
   __device__ __forceinline__ bool more() const { return row < end; }
   // The first part from `part` on of which the warp has something.
-  template <class PartAt>
-  __device__ __forceinline__ void open(const ProductParams& p, PartAt part_at, int count) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, const WarpPart* warp_parts, int count) {
     for (row = end = 0; part < count; part++) {
-      const Part now = part_at(part);
-      const WarpRows mine(now, warp / kAcross, p.row_shift);
-      if (mine.row >= mine.end) continue;
-      row = mine.row, end = mine.end;
-      pitch = now.pitch;
-      next = now.weights + warp % kAcross * S::kRow + (row + row_of_lane()) * pitch + byte_of_lane();
-      if constexpr (!S::kFused)
-        inputs = p.image + (int64_t)((p.rotations > 1 ? now.matrix : 0) * p.blocks * 8 + row) * p.row_bytes + lane * 16;
+      const WarpPart now = warp_parts[part * kMostWarps + threadIdx.x / 32];
+      if (now.row >= now.end) continue;
+      row = now.row, end = now.end;
+      pitch = parts[part].pitch;
+      next = now.weights + row_of_lane<S>() * pitch + byte_of_lane<S>();
+      if constexpr (!S::kFused) inputs = operands_of(p, parts[part].matrix, row);
       return;
     }
   }
-  // Begins copies of the weights of rows first .. last - 1 of a step, if there is one, to a slot.
   __device__ __forceinline__ void weights(uint8_t* slot, int first, int last) const {
-    if (!more()) return;
-    const int lane = threadIdx.x % 32;
-    uint8_t* to = slot + row_of_lane() * S::kPitch + byte_of_lane();
-#pragma unroll
-    for (int r = first; r < last; r++) {
-      if (r % S::kTogether) continue;  // came with an earlier one
-#pragma unroll
-      for (int b = 0; b < S::kRow; b += 512)
-        if (S::kTogether > 1 ? S::kTogether * S::kLanes == 32 || lane < S::kTogether * S::kLanes : b + 512 <= S::kRow || lane * 16 < S::kRow - b)
-          ptx::copy16(to + r * S::kPitch + b, next + r * pitch + b);
-    }
+    if (more()) copy_rows<S>(slot, next, pitch, first, last);
   }
   __device__ __forceinline__ void operands(const ProductParams& p, uint8_t* slot) const {
-    if (!more()) return;
-    const int bytes = S::kIn * p.row_bytes - threadIdx.x % 32 * 16;
-    uint8_t* to = slot + S::kIn * S::kPitch + threadIdx.x % 32 * 16;
-#pragma unroll
-    for (int b = 0; b < S::kOperands; b += 512)
-      if (b < bytes) ptx::copy16(to + b, inputs + b);
+    if (more()) copy_operands<S>(p, slot, inputs);
   }
-  template <class PartAt>
-  __device__ __forceinline__ void advance(const ProductParams& p, PartAt part_at, int count) {
+  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, const WarpPart* warp_parts, int count) {
     row += S::kIn;
     next += S::kIn * pitch;
     if constexpr (!S::kFused) inputs += S::kIn * p.row_bytes;
     if (row >= end && part < count) {
       part++;
-      open(p, part_at, count);
+      open(p, parts, warp_parts, count);
     }
   }
 };

@@ -61,24 +61,35 @@ __device__ __forceinline__ float4 load_relaxed(const float* from) {
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-#if __CUDA_ARCH__ >= 900
-// ------------------------------------------------------------------------------------------------ barriers in shared memory, bulk copies
+// ------------------------------------------------------------------------------------------------ barriers in shared memory, from 8.0 on
 __device__ __forceinline__ void barrier_init(uint64_t* b, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals));
 }
+#if __CUDA_ARCH__ >= 900
+#define EXL3_BARRIER_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define EXL3_BARRIER_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+__device__ __forceinline__ void barrier_wait(uint64_t* b, int phase) {
+  asm volatile("{\n.reg .pred done;\nagain:\n" EXL3_BARRIER_WAIT " done, [%0], %1;\n@done bra finished;\nbra again;\nfinished:\n}" ::"r"(
+                   shared_address(b)),
+               "r"(phase)
+               : "memory");
+}
+#undef EXL3_BARRIER_WAIT
+// The lane arrives when all its copies so far have.
+__device__ __forceinline__ void copies_arrive(uint64_t* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// ------------------------------------------------------------------------------------------------ bulk copies
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(uint64_t* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint64_t* b, int phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra finished;\nbra again;\nfinished:\n}" ::"r"(
-          shared_address(b)),
-      "r"(phase)
-      : "memory");
 }
 // 16-byte aligned, a multiple of 16 bytes.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* b) {

@@ -138,7 +138,14 @@ T __shfl_up_sync(unsigned, T v, int by) {
   memcpy(&v, &bits, 4);
   return v;
 }
-inline float __shfl_sync(unsigned, float v, int from) { return as_float(exl3::emulator::exchange(as_int(v), from)); }
+template <class T>
+T __shfl_sync(unsigned, T v, int from) {
+  int words[sizeof(T) / 4];
+  memcpy(words, &v, sizeof v);
+  for (int& w : words) w = exl3::emulator::exchange(w, from);
+  memcpy(&v, words, sizeof v);
+  return v;
+}
 inline int atomicMax(int* p, int v) {
   const int old = *p;
   *p = max(old, v);
@@ -226,6 +233,7 @@ inline void barrier_init(uint64_t* b, int arrivals) { barrier_at(b) = {arrivals,
 inline void barrier_init_done() {}
 inline void barrier_expect(uint64_t* b, int bytes) { barrier_change(b, 1, bytes); }
 inline void barrier_arrive(uint64_t* b) { barrier_change(b, 1, 0); }
+inline void copies_arrive(uint64_t* b) { barrier_change(b, 1, 0); }  // copies are done at once
 inline void barrier_wait(uint64_t* b, int phase) {
   while ((barrier_at(b).done & 1) == phase) {
     waiting[emulator::current->thread] = true;
