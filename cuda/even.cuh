@@ -75,6 +75,12 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
     ring.wait(p);
     words.read(ring.ring + ring.stage + S::kImage, run, 0);
   };
+  constexpr bool kEarly = NB < 8;  // as far as there are registers
+  auto proceed = [&](bool more) {
+    __syncwarp();
+    ring.release();
+    if (more) begin();
+  };
   if (count > 0) begin();
 #pragma unroll 1
   for (int left = count; left > 0; left--) {
@@ -87,7 +93,11 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
       b.load(in + at * Operands<NB>::kTile);
 #pragma unroll
       for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
-      if (at + kGroup < kStepTiles) words.read(weights, run, at + kGroup);
+      if (at + kGroup < kStepTiles) {
+        words.read(weights, run, at + kGroup);
+      } else if (kEarly) {  // all of the stage is in registers; the next one's words come while these are multiplied
+        proceed(left > 1);
+      }
 #pragma unroll
       for (int r = 0; r < kGroup; r++) {
         uint32_t a[4];
@@ -96,9 +106,7 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
         for (int n = 0; n < NB; n++) ptx::mma(*(float(*)[4])(d + 4 * n), a[0], a[1], a[2], a[3], b.get(r, n)[0], b.get(r, n)[1]);
       }
     }
-    __syncwarp();
-    ring.release();
-    if (left > 1) begin();
+    if (!kEarly) proceed(left > 1);
   }
 }
 
