@@ -176,7 +176,7 @@ struct RingReader {
   }
   __device__ __forceinline__ void wait(const EvenParams& p) {
     ptx::copy_wait<kStages - 2>();
-    ptx::named_sync(1, kCopiers);  // and everyone is done with the step before
+    ptx::named_sync(1, kCopiers);  // and everyone has read the step before
     if (walk.left > 0) {
       put_weights(walk, free);
       put_inputs(walk, free);

@@ -65,9 +65,9 @@ static int64_t take(int64_t& at, int64_t bytes) {
   return offset;
 }
 
-// Warps, and who rotates the input, as shared memory allows. The number of warps must not depend on that of rows: a row has the same bits whatever
+// Warps, and who rotates the input, as shared memory allows; false where there is not enough, however few rows. The number of warps must not depend on that of rows: a row has the same bits whatever
 // stands beside it.
-static void set_shape(Plan& plan, int k2, const Device& device) {
+static bool set_shape(Plan& plan, int k2, const Device& device) {
   ProductParams& p = plan.p;
   auto fits = [&](int rows, int fused) {
     ProductParams q = p;
@@ -80,11 +80,13 @@ static void set_shape(Plan& plan, int k2, const Device& device) {
     return true;
   };
   const int rows = p.rows;
-  for (p.row_shift = 3; p.row_shift > 1 && !fits(most_rows(plan.mode), 0);) p.row_shift--;
+  for (p.row_shift = 3; !fits(most_rows(plan.mode), 0);)
+    if (--p.row_shift == 0) return false;
   const int inputs = fused_inputs(p, kGrain, p.share + kGrain).chunks * rows * p.rotations;
   const int most = rows == 1 ? kFusedChunks : plan.mode == kBytes ? kFusedByteTasks : kFusedTasks;
   if (inputs > most || !fits(rows, 1)) fits(rows, 0);
   complete(p, roomy(device.code), k2, plan.mode);
+  return true;
 }
 
 // The plan for matrices first .. first+count-1 of the call, all of one rate and kind of codebook.
@@ -128,7 +130,11 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   const int largest = (most + plan.grid - 1) / plan.grid, unit = p.segments * p.blocks * 8 / kGrain;
   if (unit % largest == 0) plan.grid = most / largest;
   share_out(p, work, plan.grid);
-  set_shape(plan, w.k2, device);
+  if (p.blocks * 8 > UINT16_MAX || !set_shape(plan, w.k2, device)) {
+    plan.few = false;
+    plan.mode = bytes ? kDecodeBytes : kDecodePairs;
+    return plan;
+  }
   const int chunks = chunks_of(p);
   int64_t at = zero_bytes(device);
   plan.scales = take(at, p.fused ? 0 : (int64_t)p.rotations * chunks * kRows * 4);

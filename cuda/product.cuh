@@ -8,8 +8,8 @@
 // copies, without barriers between them, and multiplies two rows of tiles at a time: a lane then has the positions of two neighbouring lanes of one
 // tile, whose windows share words. The block with the end of a column group finishes it; blocks with earlier parts send it their sums through
 // memory, without flags or fences: a word that is zero has not arrived. Each block works first on the group that it does not finish, so no
-// block waits before it has sent. Other warps add up, send, receive and finish (finish_parts) while those which multiply go on. Weights are
-// fetched before the wait for the previous kernel.
+// block waits before it has sent. Other warps begin the rings (Beginning), then add up, send, receive and finish (finish_parts) while those which
+// multiply go on. Weights are fetched before the wait for the previous kernel.
 //
 // Results depend on shapes and the number of multiprocessors only: integer sums are exact, floating-point sums have one fixed order.
 #pragma once
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   TaskWeights first;
   if constexpr (FUSED) first.start(p, tasks);
   Part* parts = (Part*)(shared + p.shared.parts);
-  const WarpPart* warp_parts = (const WarpPart*)(shared + p.shared.warp_parts);
+  const RowRange* ranges = (const RowRange*)(shared + p.shared.ranges);
   uint8_t* ring = shared + warp * S::kSlots * p.shared.slot;
   stamp(p.stamps, kFetches);
   const float* scales = FUSED ? (const float*)(shared + p.shared.scales) : p.scales;
@@ -278,9 +278,9 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   Sums<MODE> sums;
   sums.clear();
   Feed<S> feed;
-  feed.open(p, parts, warp_parts, parts_count);
+  feed.open(p, parts, ranges, parts_count);
   const bool begun = feed.more();
-  feed.advance(p, parts, warp_parts, parts_count);
+  feed.advance(p, parts, ranges, parts_count);
   constexpr int kCopied = S::kIn < 4 ? S::kIn : 4;  // rows begun at a time: more would hold up the warps
   int slot = 0, free = p.shared.slot, used = 0;  // bytes; parts with products
 #pragma unroll
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     feed.weights(ring + free, 0, S::kIn);
     if constexpr (!FUSED) feed.operands(p, ring + free);
     ptx::copy_commit();
-    feed.advance(p, parts, warp_parts, parts_count);
+    feed.advance(p, parts, ranges, parts_count);
   }
   if (begun) ptx::barrier_wait((uint64_t*)(shared + p.shared.begun) + warp, 0);
   for (int i = 0; i < parts_count; i++) {
@@ -296,7 +296,8 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     if (part.count > 0) {
       const uint32_t multiplier = p.matrix[part.matrix].multiplier, addend = p.matrix[part.matrix].addend;
       const int rotation = p.rotations > 1 ? part.matrix : 0;
-      WarpPart at = warp_parts[i * kMostWarps + warp];
+      const RowRange range = ranges[i * kMostDown + down];
+      WarpRows at{range.row, range.end};
       sums.clear_totals();
       while (at.row < at.end) {  // chunks
         const int chunk = at.row / (kScaleBlocks * 8), chunk_end = min(at.end, (chunk + 1) * kScaleBlocks * 8);
@@ -313,7 +314,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
           }
           if constexpr (!FUSED) feed.operands(p, ring + free);
           ptx::copy_commit();
-          feed.advance(p, parts, warp_parts, parts_count);
+          feed.advance(p, parts, ranges, parts_count);
           operand += S::kIn * p.row_bytes;
           free = slot;
           slot += p.shared.slot;

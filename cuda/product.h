@@ -21,8 +21,8 @@ constexpr int kRows = 8;        // most rows of the product here, and operand co
 constexpr int kScaleBlocks = 2;  // blocks of 128 inputs with one scale
 constexpr int kMostWarps = 16;   // of a block, that multiply
 constexpr int kFinishers = 4;    // and those that finish
-constexpr int kTiles = 4, kAcross = 8 / kTiles;  // of a warp, side by side; warps across the 128 columns
-constexpr int kPartBytes = 40;
+constexpr int kTiles = 4, kAcross = 8 / kTiles, kMostDown = kMostWarps / kAcross;  // of a warp, side by side; warps across the 128 columns, and one below the other
+constexpr int kPartBytes = 32;
 constexpr int kPitch = 136;      // words of 128 sums in shared memory, free of bank conflicts
 
 struct ProductMatrix {
@@ -38,7 +38,7 @@ struct ProductMatrix {
 
 struct ProductShared {  // offsets in dynamic shared memory
   int slot;             // bytes from one slot of a ring to the next
-  int image, image_bytes, scales, squares, exchange, begun, parts, warp_parts, total;
+  int image, image_bytes, scales, squares, exchange, begun, parts, ranges, total;
 };
 
 struct ProductParams {
@@ -149,8 +149,8 @@ inline ProductShared product_shared(const ProductParams& p, bool room, int k2, i
   s.begun = s.exchange + 2 * (p.rows << p.row_shift) * kPitch * 4;
   s.parts = s.begun + kMostWarps * 8;
   const int parts = ((most - 1) / (p.segments * p.blocks * 8) + 2) * p.segments;
-  s.warp_parts = (s.parts + parts * kPartBytes + 15) / 16 * 16;
-  s.total = s.warp_parts + parts * kMostWarps * 16;
+  s.ranges = s.parts + parts * kPartBytes;
+  s.total = s.ranges + parts * kMostDown * 4;
   return s;
 }
 

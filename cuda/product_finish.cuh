@@ -14,10 +14,9 @@ struct Part {
 };
 static_assert(sizeof(Part) <= kPartBytes, "");
 
-// What one warp has of it.
-struct alignas(16) WarpPart {
-  const uint8_t* weights;  // of its first row
-  int32_t row, end;
+// The rows of tiles that a warp has of it.
+struct RowRange {
+  uint16_t row, end;
 };
 
 // Where units are of one matrix each.

@@ -20,13 +20,18 @@ struct ProductShape {
 // a multiprocessor they are in, have the same of a run.
 struct WarpRows {
   int row, end;
-  __device__ __forceinline__ WarpRows(const Part& part, int down, int shift) {
-    const int warps = 1 << shift, all = part.count / kGrain, each = all >> shift, more = all & (warps - 1);
-    const int rank = (down - part.before / kGrain) & (warps - 1);
-    row = part.from + kGrain * (rank * each + min(rank, more));
-    end = row + kGrain * (each + (rank < more ? 1 : 0));
-  }
 };
+__device__ __forceinline__ WarpRows rows_of_warp(const Part& part, int down, int shift) {
+  const int warps = 1 << shift, all = part.count / kGrain, each = all >> shift, more = all & (warps - 1);
+  const int rank = (down - part.before / kGrain) & (warps - 1);
+  const int row = part.from + kGrain * (rank * each + min(rank, more));
+  return {row, row + kGrain * (each + (rank < more ? 1 : 0))};
+}
+// Of a part the weights of a warp's columns, from a row on.
+template <class S>
+__device__ __forceinline__ const uint8_t* weights_of_warp(const Part& part, int warp, int row) {
+  return part.weights + warp % kAcross * S::kRow + (int64_t)row * part.pitch;
+}
 
 // Of the lane: which row of those that one copy brings, and where in it.
 template <class S>
@@ -75,7 +80,7 @@ struct Beginning {
 
   __device__ __forceinline__ void start(const ProductParams& p, const BlockRun& run, uint8_t* shared, int count) {
     Part* parts = (Part*)(shared + p.shared.parts);
-    WarpPart* warp_parts = (WarpPart*)(shared + p.shared.warp_parts);
+    RowRange* ranges = (RowRange*)(shared + p.shared.ranges);
     const int lane = threadIdx.x % 32, together = 64 >> p.row_shift;  // parts at a time
     each = (1 << p.row_shift) / 2;
     ring = (threadIdx.x / 32 - (kAcross << p.row_shift)) * each;
@@ -85,21 +90,21 @@ struct Beginning {
     for (int first = 0; first < count; first += together) {
       const int i = first + lane % together, warp = ring + lane / together;
       Part part{};
-      WarpPart mine{};
+      WarpRows mine{0, 0};
       if (i < count) {
         part = part_of_run(p, K2, run, i);
-        const WarpRows rows(part, warp / kAcross, p.row_shift);
-        mine = {part.weights + warp % kAcross * S::kRow + (int64_t)rows.row * part.pitch, rows.row, rows.end};
-        warp_parts[i * kMostWarps + warp] = mine;
+        mine = rows_of_warp(part, warp / kAcross, p.row_shift);
+        if (warp % kAcross == 0) ranges[i * kMostDown + warp / kAcross] = {(uint16_t)mine.row, (uint16_t)mine.end};
         if (warp == 0) parts[i] = part;
       }
+      const uint8_t* weights = weights_of_warp<S>(part, warp, mine.row);
       const uint32_t has = __ballot_sync(~0u, mine.row < mine.end);
 #pragma unroll 1
       for (int k = 0; k < each; k++) {
         const uint32_t of = has >> k * together << (32 - together);
         if (__shfl_sync(~0u, row, k) >= 0 || !of) continue;
         const int its = k * together + __ffs(of) - 1 - (32 - together);
-        const uint8_t* begin = (const uint8_t*)__shfl_sync(~0u, (long long)mine.weights, its);
+        const uint8_t* begin = (const uint8_t*)__shfl_sync(~0u, (long long)weights, its);
         const int its_pitch = __shfl_sync(~0u, part.pitch, its), its_matrix = __shfl_sync(~0u, part.matrix, its), its_row = __shfl_sync(~0u, mine.row, its);
         if (lane == k) from = begin, pitch = its_pitch, matrix = its_matrix, row = its_row;
         copy_rows<S>(slot_of(p, shared, k), begin + row_of_lane<S>() * (int64_t)its_pitch + byte_of_lane<S>(), its_pitch, 0, kBefore);
@@ -142,13 +147,14 @@ struct Feed {
 
   __device__ __forceinline__ bool more() const { return row < end; }
   // The first part from `part` on of which the warp has something.
-  __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, const WarpPart* warp_parts, int count) {
+  __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, const RowRange* ranges, int count) {
+    const int warp = threadIdx.x / 32;
     for (row = end = 0; part < count; part++) {
-      const WarpPart now = warp_parts[part * kMostWarps + threadIdx.x / 32];
+      const RowRange now = ranges[part * kMostDown + warp / kAcross];
       if (now.row >= now.end) continue;
       row = now.row, end = now.end;
       pitch = parts[part].pitch;
-      next = now.weights + row_of_lane<S>() * pitch + byte_of_lane<S>();
+      next = weights_of_warp<S>(parts[part], warp, row) + row_of_lane<S>() * pitch + byte_of_lane<S>();
       if constexpr (!S::kFused) inputs = operands_of(p, parts[part].matrix, row);
       return;
     }
@@ -159,13 +165,13 @@ struct Feed {
   __device__ __forceinline__ void operands(const ProductParams& p, uint8_t* slot) const {
     if (more()) copy_operands<S>(p, slot, inputs);
   }
-  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, const WarpPart* warp_parts, int count) {
+  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, const RowRange* ranges, int count) {
     row += S::kIn;
     next += S::kIn * pitch;
     if constexpr (!S::kFused) inputs += S::kIn * p.row_bytes;
     if (row >= end && part < count) {
       part++;
-      open(p, parts, warp_parts, count);
+      open(p, parts, ranges, count);
     }
   }
 };

@@ -189,8 +189,26 @@ void copy_now(void* to, const void* from) {
   aligned(to, from, BYTES);
   memcpy(to, from, BYTES);
 }
-inline void copy16(void* to, const void* from) { copy_now<16>(to, from); }
-inline void copy16(uint32_t to, const void* from) { copy_now<16>(shared_space + to, from); }
+// Asynchronous copies of 16 bytes are done when they are waited for, no sooner.
+struct Copy {
+  void* to;
+  const void* from;
+};
+inline std::vector<std::vector<Copy>> copies[1024];  // by thread: groups, the last one open
+inline std::vector<std::vector<Copy>>& own_copies() {
+  auto& own = copies[emulator::current->thread];
+  if (own.empty()) own.emplace_back();
+  return own;
+}
+inline void copy16(void* to, const void* from) {
+  aligned(to, from, 16);
+  own_copies().back().push_back({to, from});
+}
+inline void copy16(uint32_t to, const void* from) { copy16(shared_space + to, from); }
+inline void finish(std::vector<Copy>& of) {
+  for (const Copy& c : of) memcpy(c.to, c.from, 16);
+  of.clear();
+}
 inline void copy4(void* to, const void* from) { copy_now<4>(to, from); }
 template <int BYTES>
 void copy_or_zero(void* to, const void* from, bool there) {
@@ -204,13 +222,17 @@ template <int BYTES>
 void copy_or_zero_of_all(void* to, const void* from, bool there) {
   copy_or_zero<BYTES>(to, from, there);
 }
-inline void copy_commit() {}
+inline void copy_commit() { own_copies().emplace_back(); }
 template <int LEFT>
-void copy_wait() {}
+void copy_wait() {
+  auto& own = own_copies();
+  for (; own.size() > LEFT + 1; own.erase(own.begin())) finish(own.front());
+}
 inline uint32_t shared_address(const void* p) { return (uint32_t)((const uint8_t*)p - shared_space); }
 
 struct Barrier {
   int arrivals = 0, missing = 0, bytes = 0, done = 0;
+  std::vector<Copy> copies;  // whose end it is told
 };
 inline std::vector<std::pair<uint64_t*, Barrier>> barriers;
 inline Barrier& barrier_at(uint64_t* b) {
@@ -229,16 +251,23 @@ inline void barrier_change(uint64_t* b, int arrivals, int bytes) {
     x.missing = x.arrivals;
   }
 }
-inline void barrier_init(uint64_t* b, int arrivals) { barrier_at(b) = {arrivals, arrivals, 0, 0}; }
+inline void barrier_init(uint64_t* b, int arrivals) { barrier_at(b) = {arrivals, arrivals, 0, 0, {}}; }
 inline void barrier_init_done() {}
 inline void barrier_expect(uint64_t* b, int bytes) { barrier_change(b, 1, bytes); }
 inline void barrier_arrive(uint64_t* b) { barrier_change(b, 1, 0); }
-inline void copies_arrive(uint64_t* b) { barrier_change(b, 1, 0); }  // copies are done at once
+inline void copies_arrive(uint64_t* b) {
+  for (auto& group : own_copies()) {
+    for (const Copy& c : group) barrier_at(b).copies.push_back(c);
+    group.clear();
+  }
+  barrier_change(b, 1, 0);
+}
 inline void barrier_wait(uint64_t* b, int phase) {
   while ((barrier_at(b).done & 1) == phase) {
     waiting[emulator::current->thread] = true;
     emulator::give_way(emulator::State::Barrier);
   }
+  finish(barrier_at(b).copies);
 }
 inline void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
   aligned(to, from, 16);
@@ -330,6 +359,7 @@ inline void run_cuda_block(int threads, const std::function<void()>& f) {
   arrays.clear();
   ptx::barriers.clear();
   for (auto& x : ptx::named_barriers) x = {};
+  for (auto& own : ptx::copies) own.clear();
   memset(shared_space, 0xff, sizeof shared_space);
   memset(waiting, 0, sizeof waiting);
   memset(named, 0, sizeof named);

@@ -256,6 +256,9 @@ def check_group(
         ("mul1", 4, 2, 300, [256, 130], None, 5),
         ("mul1", 4, 3, 700, [300, 300], "silu", 4),
         ("mul1", 4, 2, 700, [300, 300], "silu", 7),
+        ("mul1", 4, 1, 128, [2600], None, 2),  # more parts in a run than are described at a time
+        ("mul1", 3, 2, 100, [1400, 1400], "silu", 2),
+        ("3inst", 7, 3, 128, [1500], None, 1),
         ("mul1", 1.5, 2, 1200, [128], None, 1),
         ("mul1", 3, 1, 1000, [700], None, 5),
         ("mcg", 7, 2, 520, [100], None, 2),
