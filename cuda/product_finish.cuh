@@ -15,7 +15,7 @@ struct Part {
 static_assert(sizeof(Part) <= kPartBytes, "");
 
 // The rows of tiles that a warp has of it.
-struct RowRange {
+struct alignas(4) RowRange {
   uint16_t row, end;
 };
 
