@@ -4,7 +4,8 @@
 
 namespace exl3 {
 
-enum StampPoint { kBegins, kFetches, kWaits, kGoesOn, kHasInput, kEnds, kBeginsNs, kEndsNs, kStampPoints };  // kFetches: the first copies are begun; above few rows kHasInput is the first part's sums
+// kFetches: the first copies are begun. Above few rows kHasInput is the first part's sums.
+enum StampPoint { kBegins, kFetches, kWaits, kGoesOn, kHasInput, kEnds, kBeginsNs, kEndsNs, kStampPoints };
 constexpr int kStampWarps = 20, kStampBlocks = 256;
 
 #ifdef EXL3_STAMPS
