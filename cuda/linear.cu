@@ -65,8 +65,8 @@ static int64_t take(int64_t& at, int64_t bytes) {
   return offset;
 }
 
-// Warps, and who rotates the input, as shared memory allows; false where there is not enough, however few rows. The number of warps must not depend on that of rows: a row has the same bits whatever
-// stands beside it.
+// Warps, and who rotates the input, as shared memory allows; false where there is not enough, however few rows. The number of warps must not depend
+// on that of rows: a row has the same bits whatever stands beside it.
 static bool set_shape(Plan& plan, int k2, const Device& device) {
   ProductParams& p = plan.p;
   auto fits = [&](int rows, int fused) {

@@ -21,7 +21,8 @@ constexpr int kRows = 8;        // most rows of the product here, and operand co
 constexpr int kScaleBlocks = 2;  // blocks of 128 inputs with one scale
 constexpr int kMostWarps = 16;   // of a block, that multiply
 constexpr int kFinishers = 4;    // and those that finish
-constexpr int kTiles = 4, kAcross = 8 / kTiles, kMostDown = kMostWarps / kAcross;  // of a warp, side by side; warps across the 128 columns, and one below the other
+constexpr int kTiles = 4, kAcross = 8 / kTiles;   // of a warp, side by side; warps across the 128 columns
+constexpr int kMostDown = kMostWarps / kAcross;  // and one below the other
 constexpr int kPartBytes = 32;
 constexpr int kPitch = 136;      // words of 128 sums in shared memory, free of bank conflicts
 

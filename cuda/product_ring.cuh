@@ -42,6 +42,10 @@ template <class S>
 __device__ __forceinline__ int byte_of_lane() {
   return (S::kTogether > 1 ? threadIdx.x % 32 % S::kLanes : threadIdx.x % 32) * 16;
 }
+template <class S>
+__device__ __forceinline__ const uint8_t* of_lane(const uint8_t* rows, int64_t pitch) {
+  return rows + row_of_lane<S>() * pitch + byte_of_lane<S>();
+}
 
 // All lanes of a warp begin copies of rows first .. last - 1 of a step to a slot; `from`: what the lane has of row 0.
 template <class S>
@@ -107,7 +111,7 @@ struct Beginning {
         const uint8_t* begin = (const uint8_t*)__shfl_sync(~0u, (long long)weights, its);
         const int its_pitch = __shfl_sync(~0u, part.pitch, its), its_matrix = __shfl_sync(~0u, part.matrix, its), its_row = __shfl_sync(~0u, mine.row, its);
         if (lane == k) from = begin, pitch = its_pitch, matrix = its_matrix, row = its_row;
-        copy_rows<S>(slot_of(p, shared, k), begin + row_of_lane<S>() * (int64_t)its_pitch + byte_of_lane<S>(), its_pitch, 0, kBefore);
+        copy_rows<S>(slot_of(p, shared, k), of_lane<S>(begin, its_pitch), its_pitch, 0, kBefore);
       }
     }
   }
@@ -121,7 +125,7 @@ struct Beginning {
       const int its_row = __shfl_sync(~0u, row, k), its_pitch = __shfl_sync(~0u, pitch, k), its_matrix = __shfl_sync(~0u, matrix, k);
       const uint8_t* begin = (const uint8_t*)__shfl_sync(~0u, (long long)from, k);
       if (its_row < 0) continue;
-      copy_rows<S>(slot_of(p, shared, k), begin + row_of_lane<S>() * (int64_t)its_pitch + byte_of_lane<S>(), its_pitch, kBefore, S::kIn);
+      copy_rows<S>(slot_of(p, shared, k), of_lane<S>(begin, its_pitch), its_pitch, kBefore, S::kIn);
       if constexpr (!S::kFused) copy_operands<S>(p, slot_of(p, shared, k), operands_of(p, its_matrix, its_row));
       ptx::copies_arrive((uint64_t*)(shared + p.shared.begun) + ring + k);
     }
@@ -154,7 +158,7 @@ struct Feed {
       if (now.row >= now.end) continue;
       row = now.row, end = now.end;
       pitch = parts[part].pitch;
-      next = weights_of_warp<S>(parts[part], warp, row) + row_of_lane<S>() * pitch + byte_of_lane<S>();
+      next = of_lane<S>(weights_of_warp<S>(parts[part], warp, row), pitch);
       if constexpr (!S::kFused) inputs = operands_of(p, parts[part].matrix, row);
       return;
     }
