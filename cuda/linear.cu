@@ -130,7 +130,7 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
   const int largest = (most + plan.grid - 1) / plan.grid, unit = p.segments * p.blocks * 8 / kGrain;
   if (unit % largest == 0) plan.grid = most / largest;
   share_out(p, work, plan.grid);
-  if (p.blocks * 8 > UINT16_MAX || !set_shape(plan, w.k2, device)) {
+  if (!set_shape(plan, w.k2, device)) {
     plan.few = false;
     plan.mode = bytes ? kDecodeBytes : kDecodePairs;
     return plan;

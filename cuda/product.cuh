@@ -250,7 +250,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   TaskWeights first;
   if constexpr (FUSED) first.start(p, tasks);
   Part* parts = (Part*)(shared + p.shared.parts);
-  const RowRange* ranges = (const RowRange*)(shared + p.shared.ranges);
+  const WarpRows* ranges = (const WarpRows*)(shared + p.shared.ranges);
   uint8_t* ring = shared + warp * S::kSlots * p.shared.slot;
   stamp(p.stamps, kFetches);
   const float* scales = FUSED ? (const float*)(shared + p.shared.scales) : p.scales;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
   if (!multiplies) {
     Beginning<K2, S>::prefetch_scales(p, parts, parts_count);
     const float* squares = FUSED ? (const float*)(shared + p.shared.squares) : p.squares;
-    finish_parts(p, parts, parts_count, run, (const float*)(shared + p.shared.exchange), squares);
+    finish_parts(p, parts, parts_count, run, shared, squares);
     stamp(p.stamps, kEnds);
     stamp(p.stamps, kEndsNs);
     return;
@@ -296,8 +296,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
     if (part.count > 0) {
       const uint32_t multiplier = p.matrix[part.matrix].multiplier, addend = p.matrix[part.matrix].addend;
       const int rotation = p.rotations > 1 ? part.matrix : 0;
-      const RowRange range = ranges[i * kMostDown + down];
-      WarpRows at{range.row, range.end};
+      WarpRows at = ranges[i * kMostDown + down];
       sums.clear_totals();
       while (at.row < at.end) {  // chunks
         const int chunk = at.row / (kScaleBlocks * 8), chunk_end = min(at.end, (chunk + 1) * kScaleBlocks * 8);
@@ -324,7 +323,7 @@ __global__ void __launch_bounds__((kMostWarps + kFinishers) * 32, 1) product_ker
         sums.flush(scales + (rotation * chunks_of(p) + chunk) * kRows, p.rows);
       }
       const int buffer = used & 1;
-      if (used > 1) ptx::named_sync(kEmptyBarrier + buffer, product_threads(p));
+      if (used > 1) ptx::barrier_wait(free_sums(p, shared, buffer), (used / 2 - 1) & 1);
       float* exchange = (float*)(shared + p.shared.exchange) + (buffer * (p.rows << p.row_shift) + down * p.rows) * kPitch;
       sums.write(exchange + across * kTiles * 16, p.rows);
       ptx::named_arrive(kFullBarrier + buffer, product_threads(p));

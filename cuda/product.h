@@ -23,7 +23,7 @@ constexpr int kMostWarps = 16;   // of a block, that multiply
 constexpr int kFinishers = 4;    // and those that finish
 constexpr int kTiles = 4, kAcross = 8 / kTiles;   // of a warp, side by side; warps across the 128 columns
 constexpr int kMostDown = kMostWarps / kAcross;  // and one below the other
-constexpr int kPartBytes = 32;
+constexpr int kPartBytes = 32, kRangeBytes = 16;
 constexpr int kPitch = 136;      // words of 128 sums in shared memory, free of bank conflicts
 
 struct ProductMatrix {
@@ -148,10 +148,10 @@ inline ProductShared product_shared(const ProductParams& p, bool room, int k2, i
   s.squares = s.scales + (p.fused ? p.rotations * all * kRows * 4 : 0);
   s.exchange = s.squares + (p.fused ? all * kRows * 4 : 0);
   s.begun = s.exchange + 2 * (p.rows << p.row_shift) * kPitch * 4;
-  s.parts = s.begun + kMostWarps * 8;
+  s.parts = s.begun + (kMostWarps + 2) * 8;  // see free_sums
   const int parts = ((most - 1) / (p.segments * p.blocks * 8) + 2) * p.segments;
-  s.ranges = s.parts + parts * kPartBytes;
-  s.total = s.ranges + parts * kMostDown * 4;
+  s.ranges = (s.parts + parts * kPartBytes + kRangeBytes - 1) / kRangeBytes * kRangeBytes;
+  s.total = s.ranges + parts * kMostDown * kRangeBytes;
   return s;
 }
 

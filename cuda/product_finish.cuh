@@ -14,10 +14,12 @@ struct Part {
 };
 static_assert(sizeof(Part) <= kPartBytes, "");
 
-// The rows of tiles that a warp has of it.
-struct alignas(4) RowRange {
-  uint16_t row, end;
+// The rows of tiles that the warps side by side have of it.
+struct alignas(16) WarpRows {
+  const uint8_t* weights;  // of the first of the warps, from the first of the rows on
+  int32_t row, end;
 };
+static_assert(sizeof(WarpRows) == kRangeBytes, "");
 
 // Where units are of one matrix each.
 __device__ __forceinline__ int matrix_of_unit(const ProductParams& p, int unit) {
@@ -101,12 +103,16 @@ __device__ __forceinline__ void store_columns(void* y, int columns, int dtype, f
   }
 }
 
-// Named barriers between the warps that multiply and those that finish: sums of a part lie in one of two buffers, or have been read.
-constexpr int kFullBarrier = 1, kEmptyBarrier = 3;
+// Sums of a part lie in one of two buffers: a named barrier each. Those in it have been read: barriers in shared memory, for which the warps that
+// multiply need not wait for one another.
+constexpr int kFullBarrier = 1;
+__device__ __forceinline__ uint64_t* free_sums(const ProductParams& p, uint8_t* shared, int buffer) {
+  return (uint64_t*)(shared + p.shared.begun) + kMostWarps + buffer;
+}
 
 // The warps that finish: row after row of each part. While the others multiply they fetch scales and what other blocks send.
 __device__ __forceinline__ void finish_parts(const ProductParams& p, const Part* parts, int count, const BlockRun& run,
-                                             const float* exchange, const float* squares) {
+                                             uint8_t* shared, const float* squares) {
   constexpr int kEach = kRows / kFinishers;  // rows of a warp
   const int first = threadIdx.x / 32 - (kAcross << p.row_shift), lane = threadIdx.x % 32, block = blockIdx.x;
   float norm[kEach], held[kEach][4];
@@ -115,8 +121,8 @@ __device__ __forceinline__ void finish_parts(const ProductParams& p, const Part*
     norm[r] = HADAMARD128_SCALE;
     if (p.norm_weight && first + r * kFinishers < p.rows) norm[r] *= norm_factor(p, squares, first + r * kFinishers);
   }
-  int left = 0, used = 0;  // parts with products
-  for (int i = 0; i < count; i++) left += parts[i].count > 0;
+  const float* exchange = (const float*)(shared + p.shared.exchange);
+  int used = 0;  // parts with products
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
     const Part& part = parts[i];
@@ -158,8 +164,8 @@ __device__ __forceinline__ void finish_parts(const ProductParams& p, const Part*
           }
         }
       }
-      if (left > 2) ptx::named_arrive(kEmptyBarrier + (used & 1), product_threads(p));  // the others will need it
-      left--, used++;
+      ptx::barrier_arrive(free_sums(p, shared, used & 1));
+      used++;
     }
 #pragma unroll
     for (int r = 0; r < kEach; r++) {

@@ -18,19 +18,11 @@ struct ProductShape {
 
 // Rows of tiles of a part that one of 1 << shift warps has. Who has one share more goes round from part to part, so that warps, and the quarters of
 // a multiprocessor they are in, have the same of a run.
-struct WarpRows {
-  int row, end;
-};
-__device__ __forceinline__ WarpRows rows_of_warp(const Part& part, int down, int shift) {
+__device__ __forceinline__ WarpRows rows_of_warps(const Part& part, int down, int shift) {
   const int warps = 1 << shift, all = part.count / kGrain, each = all >> shift, more = all & (warps - 1);
   const int rank = (down - part.before / kGrain) & (warps - 1);
   const int row = part.from + kGrain * (rank * each + min(rank, more));
-  return {row, row + kGrain * (each + (rank < more ? 1 : 0))};
-}
-// Of a part the weights of a warp's columns, from a row on.
-template <class S>
-__device__ __forceinline__ const uint8_t* weights_of_warp(const Part& part, int warp, int row) {
-  return part.weights + warp % kAcross * S::kRow + (int64_t)row * part.pitch;
+  return {part.weights + (int64_t)row * part.pitch, row, row + kGrain * (each + (rank < more ? 1 : 0))};
 }
 
 // Of the lane: which row of those that one copy brings, and where in it.
@@ -84,24 +76,26 @@ struct Beginning {
 
   __device__ __forceinline__ void start(const ProductParams& p, const BlockRun& run, uint8_t* shared, int count) {
     Part* parts = (Part*)(shared + p.shared.parts);
-    RowRange* ranges = (RowRange*)(shared + p.shared.ranges);
+    WarpRows* ranges = (WarpRows*)(shared + p.shared.ranges);
     const int lane = threadIdx.x % 32, together = 64 >> p.row_shift;  // parts at a time
     each = (1 << p.row_shift) / 2;
     ring = (threadIdx.x / 32 - (kAcross << p.row_shift)) * each;
-    if (lane < each) ptx::barrier_init((uint64_t*)(shared + p.shared.begun) + ring + lane, 32);
+    uint64_t* begun = (uint64_t*)(shared + p.shared.begun);
+    if (lane < each) ptx::barrier_init(begun + ring + lane, 32);
+    if (ring == 0 && lane < 2) ptx::barrier_init(begun + kMostWarps + lane, kFinishers * 32);
     __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < count; first += together) {
       const int i = first + lane % together, warp = ring + lane / together;
       Part part{};
-      WarpRows mine{0, 0};
+      WarpRows mine{};
       if (i < count) {
         part = part_of_run(p, K2, run, i);
-        mine = rows_of_warp(part, warp / kAcross, p.row_shift);
-        if (warp % kAcross == 0) ranges[i * kMostDown + warp / kAcross] = {(uint16_t)mine.row, (uint16_t)mine.end};
+        mine = rows_of_warps(part, warp / kAcross, p.row_shift);
+        if (warp % kAcross == 0) ranges[i * kMostDown + warp / kAcross] = mine;
         if (warp == 0) parts[i] = part;
       }
-      const uint8_t* weights = weights_of_warp<S>(part, warp, mine.row);
+      const uint8_t* weights = mine.weights + warp % kAcross * S::kRow;
       const uint32_t has = __ballot_sync(~0u, mine.row < mine.end);
 #pragma unroll 1
       for (int k = 0; k < each; k++) {
@@ -151,14 +145,14 @@ struct Feed {
 
   __device__ __forceinline__ bool more() const { return row < end; }
   // The first part from `part` on of which the warp has something.
-  __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, const RowRange* ranges, int count) {
+  __device__ __forceinline__ void open(const ProductParams& p, const Part* parts, const WarpRows* ranges, int count) {
     const int warp = threadIdx.x / 32;
     for (row = end = 0; part < count; part++) {
-      const RowRange now = ranges[part * kMostDown + warp / kAcross];
+      const WarpRows now = ranges[part * kMostDown + warp / kAcross];
       if (now.row >= now.end) continue;
       row = now.row, end = now.end;
       pitch = parts[part].pitch;
-      next = of_lane<S>(weights_of_warp<S>(parts[part], warp, row), pitch);
+      next = of_lane<S>(now.weights + warp % kAcross * S::kRow, pitch);
       if constexpr (!S::kFused) inputs = operands_of(p, parts[part].matrix, row);
       return;
     }
@@ -169,7 +163,7 @@ struct Feed {
   __device__ __forceinline__ void operands(const ProductParams& p, uint8_t* slot) const {
     if (more()) copy_operands<S>(p, slot, inputs);
   }
-  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, const RowRange* ranges, int count) {
+  __device__ __forceinline__ void advance(const ProductParams& p, const Part* parts, const WarpRows* ranges, int count) {
     row += S::kIn;
     next += S::kIn * pitch;
     if constexpr (!S::kFused) inputs += S::kIn * p.row_bytes;

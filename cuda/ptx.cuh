@@ -77,6 +77,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* b, int phase) {
                : "memory");
 }
 #undef EXL3_BARRIER_WAIT
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(b)) : "memory");
+}
 // The lane arrives when all its copies so far have.
 __device__ __forceinline__ void copies_arrive(uint64_t* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
@@ -87,9 +90,6 @@ __device__ __forceinline__ void copies_arrive(uint64_t* b) {
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(uint64_t* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 // 16-byte aligned, a multiple of 16 bytes.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* b) {
@@ -208,6 +208,13 @@ __device__ __forceinline__ float exp2(float x) {
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 h = __floats2half2_rn(low, high);
   return *(const uint32_t*)&h;
+}
+__device__ __forceinline__ uint32_t pack_bfloats(float low, float high) {
+  uint32_t h = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
+#endif
+  return h;
 }
 __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   const __half2 h = __hfma2(*(const __half2*)&a, *(const __half2*)&b, *(const __half2*)&c);

@@ -25,6 +25,7 @@ constexpr int kBandRows = 2048;     // rows of x that the L2 cache holds while t
 constexpr int kMostShares = 4;      // of a tile
 constexpr int kFewestSteps = 8;     // of a share
 constexpr float kSplitWorth = 0.94f;  // splitting costs as much as so much idleness
+constexpr float kTailWorth = 1.1f;    // and sums that all come at the end, as with even shares of less than a tile, as so much work
 
 // 256 rows a tile where they are used: a weight is decoded half as often. kNarrowCost: what a row costs more in tiles of 128.
 static int choose_rows(int rows) {
@@ -33,21 +34,30 @@ static int choose_rows(int rows) {
   return (float)narrow * kNarrowCost < (float)wide ? 128 : 256;
 }
 
-// Clusters, and which tiles they share, on a card with room for `most`.
+// Clusters, and how tiles are split so that all have work, on a card with room for `most`. What is split comes before whole tiles, so that its sums
+// travel meanwhile.
 static void share_out(WidePlan& plan, int most) {
   WideParams& p = plan.p;
-  const int rounds = (p.tiles + most - 1) / most;
+  const int rounds = (p.tiles + most - 1) / most, rest = p.tiles % most;
   plan.clusters = p.tiles < most ? p.tiles : most;
   if ((float)p.tiles >= kSplitWorth * (float)(rounds * most)) return;
-  p.split_tiles = p.tiles < 2 * most ? p.tiles : p.tiles - (p.tiles / most - 1) * most;
-  if (p.tiles >= most) return;
+  if (p.tiles >= most) {
+    p.split_tiles = rest * kMostShares >= most && rest * p.steps >= kFewestSteps * most ? rest : rest + most;
+    return;
+  }
+  // A tile each, but for its end; clusters that have none do some ends, for each of which they take a step longer.
+  const int ends = (most - 1) / (most - p.tiles), tail = (p.steps - ends) / (ends + 1);
+  if (tail > 0 && (float)(p.steps - tail) * (float)most < kTailWorth * (float)(p.steps * p.tiles)) {
+    p.tail = tail;
+    plan.clusters = most < 2 * p.tiles ? most : 2 * p.tiles;
+    return;
+  }
   const int64_t shares = (int64_t)p.tiles * p.steps / kFewestSteps;
   int clusters = most < p.tiles * kMostShares ? most : p.tiles * kMostShares;
   if (clusters > shares) clusters = (int)shares;
-  if (clusters > p.tiles)
-    plan.clusters = clusters;
-  else
-    p.split_tiles = 0;
+  if (clusters <= p.tiles) return;
+  plan.clusters = clusters;
+  p.split_tiles = p.tiles;
 }
 
 WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int sms, bool wgmma) {
@@ -74,8 +84,8 @@ WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int 
   p.norm_eps = from.norm_eps;
 
   if (wgmma) share_out(plan, sms / 2);
-  // |sum| <= |x| |w| with inputs up to 512, weights of about 147 (bytes) or 1.2; twice that when two columns are added
-  p.shrink = .5f / ((bytes ? 512.f : 4.f) * sqrtf(64.f * (float)p.steps));
+  // |sum| <= |x| |w| with inputs up to 512, weights of about 147 (bytes) or 1.2
+  p.shrink = 1.f / ((bytes ? 512.f : 4.f) * sqrtf(64.f * (float)p.steps));
   p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale + kMul1Middle) : 0.f;
   p.grow = HADAMARD128_SCALE * (bytes ? kMul1Scale : 1.f) / p.shrink;
 
@@ -87,7 +97,7 @@ WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int 
   };
   plan.scales = take((int64_t)p.rotations * p.rows * (int64_t)sizeof(SliceScale));
   plan.image = take((int64_t)p.rotations * p.steps * p.row_tiles * p.tile_rows * 128);
-  plan.partial = take(p.split_tiles ? (int64_t)plan.clusters * 2 * p.tile_rows * 256 : 0);
+  plan.partial = take(p.split_tiles || p.tail ? (int64_t)plan.clusters * 2 * p.tile_rows * 256 : 0);
   plan.total = at;
   return plan;
 }

@@ -4,184 +4,22 @@
 // the same input: one fetch for both (multicast) measured no faster, and its signals across blocks cost.
 // One tile of weights is one A fragment of one warp, with output columns as its rows; x is the B operand: the more rows, the less a decoded
 // weight costs. The input is rotated once by prepare_wide and laid out in the very order, swizzle included, that wgmma reads, so plain
-// bulk copies fetch it. Of twelve warps eight multiply, one keeps a ring of stages of 64 inputs full, and three finish the tile before:
-// they turn each row's 128 sums, passed on as halves, by the Hadamard transform and store them, while the tensor cores go on.
+// bulk copies fetch it. Of twelve warps eight multiply, one keeps a ring of stages of 64 inputs full, and three finish the tile before, whose sums
+// they get as halves (wide_finish.cuh), while the others go on.
 //
 // mul1 weights go in as byte sum - 510, exact in fp16; scale and what is left of the shift come later. Blocks stay for the whole call. Where the tiles don't fill
 // whole rounds of the card, the first ones are cut along the inner dimension into equal shares (WideWalk). Sums of a share go the same way, and
 // from the finishing warps to memory; who finishes the tile, the block with its beginning, adds the other shares in their order, so results repeat
 // bit for bit.
 #pragma once
-#include "ptx.cuh"
-#include "rotate.cuh"
 #include "trellis.cuh"
 #include "wgmma.cuh"
-#include "wide.h"
+#include "wide_finish.cuh"
 
 namespace exl3 {
 
 #ifdef __CUDACC__
 constexpr int kManyRegisters = 192, kFewRegisters = 120;  // of a multiplier and of the others; 2 x 192 + 120 is 3 x 168, what a launch gets
-
-// Where a row's sums of eight columns lie: [row][16 pieces of 16 bytes, swapped by row].
-template <class Byte>
-__device__ __forceinline__ Byte* staged_piece(Byte* staged, int row, int piece) {
-  return staged + row * 256 + (piece ^ (row & 7)) * 16;
-}
-
-// What is rare, or large, stands once in a kernel.
-static __device__ __noinline__ float activate_one(float x, int activation) { return activate(x, activation, nullptr); }
-static __device__ __noinline__ float load_one(const void* y, int c, int n, int dtype) { return c < n ? load(y, c, dtype) : 0.f; }
-static __device__ __noinline__ void store_one(void* y, int c, int n, int dtype, float v) {
-  if (c < n) store(y, c, dtype, v);
-}
-
-struct alignas(16) EightHalves {
-  __half2 pairs[4];
-};
-static __device__ __forceinline__ void unpack_eight(const EightHalves& h, float* v) {
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const float2 f = __half22float2(h.pairs[e]);
-    v[2 * e] = f.x;
-    v[2 * e + 1] = f.y;
-  }
-}
-static __device__ __forceinline__ void load_eight(const void* from, float* v) { unpack_eight(*(const EightHalves*)from, v); }
-static __device__ __forceinline__ void add_eight(const uint4& of, float* v) {
-  float other[8];
-  unpack_eight(*(const EightHalves*)&of, other);
-#pragma unroll
-  for (int e = 0; e < 8; e++) v[e] += other[e];
-}
-
-// The 16 columns of a row that a lane has, eight from c on and eight from c + 64 on; those past n are zero.
-static __device__ __forceinline__ void load_columns(const void* y, int c, int n, int dtype, bool whole, float (&v)[16]) {
-  if (!whole) {
-#pragma unroll
-    for (int e = 0; e < 16; e++) v[e] = load_one(y, c + e % 8 + e / 8 * 64, n, dtype);
-  } else if (dtype == EXL3_F32) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float4 f = *(const float4*)((const float*)y + c + i / 2 * 64 + i % 2 * 4);
-      v[4 * i] = f.x;
-      v[4 * i + 1] = f.y;
-      v[4 * i + 2] = f.z;
-      v[4 * i + 3] = f.w;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint16_t* from = (const uint16_t*)y + c + i * 64;
-      if (dtype == EXL3_F16) {
-        load_eight(from, v + 8 * i);
-        continue;
-      }
-      const uint4 h = *(const uint4*)from;
-      const uint32_t words[4] = {h.x, h.y, h.z, h.w};
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[8 * i + e] = __uint_as_float(e % 2 ? words[e / 2] & 0xffff0000 : words[e / 2] << 16);
-    }
-  }
-}
-static __device__ __forceinline__ void store_columns(void* y, int c, int n, int dtype, bool whole, const float (&v)[16]) {
-  if (!whole) {
-#pragma unroll
-    for (int e = 0; e < 16; e++) store_one(y, c + e % 8 + e / 8 * 64, n, dtype, v[e]);
-  } else if (dtype == EXL3_F32) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      *(float4*)((float*)y + c + i / 2 * 64 + i % 2 * 4) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float a = v[8 * i + 2 * e], b = v[8 * i + 2 * e + 1];
-        words[e] = dtype == EXL3_F16 ? ptx::pack(a, b) : float_to_bfloat(a) | (uint32_t)float_to_bfloat(b) << 16;
-      }
-      *(uint4*)((uint16_t*)y + c + i * 64) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-}
-
-// Unscaled 128-point Hadamard transform over eight lanes of 16 values each. FIRST: 1; or 2 where pairs of columns eight apart, of neighbouring lanes, have
-// become their sum and their difference already.
-template <int FIRST>
-__device__ __forceinline__ void turn16(float (&v)[16], int lane) {
-#pragma unroll
-  for (int step = 1; step < 16; step <<= 1)
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-      if (!(i & step)) {
-        const float a = v[i], b = v[i | step];
-        v[i] = a + b;
-        v[i | step] = a - b;
-      }
-#pragma unroll
-  for (int m = FIRST; m < 8; m <<= 1) {
-    const float sign = lane & m ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) v[i] = fmaf(sign, v[i], __shfl_xor_sync(~0u, v[i], m));
-  }
-}
-
-// What other blocks have of a tile, laid out as their `staged` was: `count` of them, `stride` bytes from one to the next.
-struct OtherShares {
-  const uint8_t* from;
-  int64_t stride;
-  int count;
-};
-
-// Rows of a tile, four at a time, `first` the first four and `stride` fours on from there: sum of the shares, transform, scales, bias, activation, store.
-// One warp, eight lanes a row: two steps of the transform through shuffles, which are few a cycle, four in registers, one is done.
-static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, const uint8_t* staged,
-                                                   const OtherShares& others, const float* row_scales, int first, int stride, int lane) {
-  const int c = group * 128 + lane % 8 * 8, n = w.out_features;
-  const bool whole = (group + 1) * 128 <= n && w.y_stride % 8 == 0 && ((uintptr_t)w.y & 15) == 0;
-  float svh[16];
-#pragma unroll
-  for (int e = 0; e < 16; e++) svh[e] = half_to_float(w.svh[c + e % 8 + e / 8 * 64]);
-  auto row_at = [&](int r0) { return min(r0 + lane / 8, rows - 1); };
-  uint4 other[2];  // of the first of the others, fetched a round ahead
-  auto fetch_other = [&](int share, int r0) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) other[i] = __ldcg((const uint4*)staged_piece(others.from + share * others.stride, row_at(r0), lane % 8 + 8 * i));
-  };
-  if (others.count > 0) fetch_other(0, 4 * first);
-#pragma unroll 1
-  for (int r0 = 4 * first; r0 < rows; r0 += 4 * stride) {
-    const int row = row_at(r0);
-    void* y = row_of(w.y, (int64_t)(row0 + row) * w.y_stride, p.y_dtype);
-    float v[16], o[16];
-    if (p.activation || p.accumulate) load_columns(y, c, n, p.y_dtype, whole, o);
-#pragma unroll
-    for (int i = 0; i < 2; i++) load_eight(staged_piece(staged, row, lane % 8 + 8 * i), v + 8 * i);
-#pragma unroll 1
-    for (int share = 0; share < others.count; share++) {
-      if (share > 0) fetch_other(share, r0);
-#pragma unroll
-      for (int i = 0; i < 2; i++) add_eight(other[i], v + 8 * i);
-    }
-    if (others.count > 0) fetch_other(0, r0 + 4 * stride);
-    turn16<2>(v, lane);
-    const float scale = row_scales[row];
-#pragma unroll
-    for (int e = 0; e < 16; e++) v[e] *= scale * svh[e];
-    if (w.bias)
-#pragma unroll
-      for (int e = 0; e < 16; e++) v[e] += load_one(w.bias, c + e % 8 + e / 8 * 64, n, EXL3_F32);
-    if (p.activation) {
-#pragma unroll
-      for (int e = 0; e < 16; e++) v[e] *= activate_one(o[e], p.activation);
-    } else if (p.accumulate) {
-#pragma unroll
-      for (int e = 0; e < 16; e++) v[e] += o[e];
-    }
-    if (r0 + lane / 8 < rows) store_columns(y, c, n, p.y_dtype, whole, v);
-  }
-}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Read again where it is needed: it would be kept in local memory from one part of the kernel to the next.
@@ -190,8 +28,12 @@ __device__ __forceinline__ int thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-__device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
+// A piece whose sums are there: whose they are, and what is to be done.
+struct WideSpot {
+  int matrix, group, row_tile;
+  int slot, others;  // -1: they go to this slot of `partial`; else so many shares are there, from this slot on
+};
 // What lies where in shared memory.
 template <int K2, int ROWS>
 struct WideSpace {
@@ -199,6 +41,7 @@ struct WideSpace {
   uint8_t *ring, *staged;
   float *sums, *scales;  // of the rows of the tile being finished
   uint64_t *full, *empty, *staged_full, *staged_empty;
+  WideSpot* last;
   __device__ __forceinline__ explicit WideSpace(uint8_t* raw) {
     ring = raw;
     staged = ring + kStages * kStage;
@@ -208,6 +51,7 @@ struct WideSpace {
     empty = full + kStages;
     staged_full = empty + kStages;
     staged_empty = staged_full + 1;
+    last = (WideSpot*)(staged_empty + 1);
   }
 };
 
@@ -235,13 +79,9 @@ __device__ __forceinline__ void wide_fetch(const WideParams& p, const WideSpace<
     };
     int step = piece.first;
     if (i == 0) {
-      const int ahead = min(kStages, piece.last - piece.first);
-#pragma unroll 1
-      for (; i < ahead; i++) fetch_weights(step + i, i);
+      fetch_weights(step, 0);
       ptx::wait_for_previous();
-#pragma unroll 1
-      for (i = 0; i < ahead; i++) fetch_image(step + i, i);
-      step += ahead;
+      fetch_image(step++, i++);
     }
 #pragma unroll 1
     for (; step < piece.last; step++, i++) {
@@ -253,30 +93,21 @@ __device__ __forceinline__ void wide_fetch(const WideParams& p, const WideSpace<
   }
 }
 
-// A warpgroup's sums as halves to the finishers, [row][column]; columns eight apart, which a thread has, as their sum and their difference: a step of the
-// transform.
+// A warpgroup's sums as halves to the finishers, [row][column].
 template <int ROWS>
-__device__ __forceinline__ void hand_over(const WideParams& p, const float (&d)[ROWS / 2], uint8_t* staged, const float* sums, int warp, int lane) {
-  const int q = lane % 4, row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+__device__ __forceinline__ void hand_over(const WideParams& p, const float (&d)[ROWS / 2], uint8_t* staged, int warp, int lane) {
+  const int row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
 #pragma unroll
   for (int j = 0; j < ROWS / 8; j += 2) {
     uint32_t r[4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float2 sum = *(const float2*)(sums + (j + i) * 8 + 2 * q);
-      const float* v = d + 4 * (j + i);
-      const float2 a = make_float2(fmaf(v[0], p.shrink, sum.x), fmaf(v[1], p.shrink, sum.y));
-      const float2 b = make_float2(fmaf(v[2], p.shrink, sum.x), fmaf(v[3], p.shrink, sum.y));
-      const __half2 low = __floats2half2_rn(a.x + b.x, a.y + b.y), high = __floats2half2_rn(a.x - b.x, a.y - b.y);
-      r[2 * i] = *(const uint32_t*)&low;
-      r[2 * i + 1] = *(const uint32_t*)&high;
-    }
+    for (int i = 0; i < 4; i++) r[i] = ptx::pack(d[4 * j + 2 * i] * p.shrink, d[4 * j + 2 * i + 1] * p.shrink);
     store_matrices_transposed(staged_piece(staged, j * 8 + row, piece), r);
   }
 }
 
 template <int K2, int MODE, int ROWS>
-__device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
+__device__ __forceinline__ int wide_multiply(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters) {
   constexpr int kStages = WideSpace<K2, ROWS>::kStages, kStage = WideSpace<K2, ROWS>::kStage, kImage = ROWS * 128, kTileRow = 128 * K2;
   const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   const Run<K2> run(lane);
@@ -333,66 +164,104 @@ __device__ __forceinline__ void wide_multiply(const WideParams& p, const WideSpa
       space.sums[thread] = row_scale.sum * p.shrink_shift;
       space.scales[thread] = row_scale.scale * p.grow;
     }
-    sync_multipliers();
-    hand_over<ROWS>(p, d, space.staged, space.sums, warp, lane);
+    hand_over<ROWS>(p, d, space.staged, warp, lane);
     ptx::barrier_arrive(space.staged_full);
     handed++;
   }
+  return handed;
 }
 
 // The sums of a share to memory, then a word that says so. `first`: which of `warps` warps.
 template <int ROWS>
-__device__ __forceinline__ void pass_on(const WideParams& p, const uint8_t* staged, int rows, int first, int warps, int lane) {
-  uint4* to = (uint4*)(p.partial + (int64_t)blockIdx.x * ROWS * 256);
-#pragma unroll 4
-  for (int i = first * 32 + lane; i < rows * 16; i += warps * 32) __stcg(to + i, *(const uint4*)(staged + i * 16));
+__device__ __forceinline__ void pass_on(const WideParams& p, const uint8_t* staged, int rows, int slot, int first, int warps, int lane) {
+  uint4* to = (uint4*)(p.partial + (int64_t)slot * ROWS * 256) + lane;
+#pragma unroll 1
+  for (int r0 = kFinishRows * first; r0 < rows; r0 += kFinishRows * warps)
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+      uint32_t b[4];
+      load_sums(b, staged, r0, pair, lane);
+      __stcg(to + (r0 / kFinishRows * 4 + pair) * 32, make_uint4(b[0], b[1], b[2], b[3]));
+    }
   __threadfence();
   ptx::named_sync(2, warps * 32);
-  if (first == 0 && lane == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.arrived + blockIdx.x) : "memory");
+  if (first == 0 && lane == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.arrived + slot) : "memory");
 }
-// The shares of the clusters that follow, as far as the tile goes, once they are there.
-template <int ROWS>
-__device__ __forceinline__ OtherShares others_of(const WideParams& p, int tile, int cluster, int clusters, int rank, int lane) {
-  OtherShares others{p.partial + (int64_t)(2 * (cluster + 1) + rank) * ROWS * 256, (int64_t)2 * ROWS * 256, 0};
-  for (; wide_share(p, cluster + 1 + others.count, clusters) < (tile + 1) * p.steps; others.count++) {
-    int there = lane;
-    if (lane == 0) do
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.arrived + 2 * (cluster + 1 + others.count) + rank) : "memory");
-      while (!there);
-    __syncwarp();
-  }
-  return others;
+__device__ __forceinline__ WideSpot spot_of(const WideParams& p, const WidePiece& piece, int cluster, int clusters, int rank) {
+  const WidePlace place = wide_place(p, piece.tile);
+  WideSpot spot{place.matrix, place.group + rank, place.row_tile, 0, 0};
+  int slot = p.tail ? piece.tile : piece.first > 0 ? cluster : cluster + 1;
+  if (piece.first > 0)
+    spot.others = -1;
+  else if (p.tail)
+    spot.others = 1;
+  else if (piece.last < p.steps)
+    while (wide_share(p, slot + spot.others, clusters) < (piece.tile + 1) * p.steps) spot.others++;
+  spot.slot = 2 * slot + rank;
+  return spot;
 }
 
-// All but the last piece: warps 9 .. 11. The last: all warps but the one that fetched, which has not followed those before; nobody has anything else to do.
+// By `warps` warps, of which this is number `first`. `rehearses`: one row of it, and nothing is kept.
+template <int ROWS>
+__device__ __forceinline__ void finish_piece(const WideParams& p, const WideSpot& spot, const uint8_t* staged, const float* sums, const float* scales,
+                                             bool rehearses, int first, int warps, int lane) {
+  const ProductMatrix& w = p.matrix[spot.matrix];
+  const int row0 = spot.row_tile * ROWS, rows = min(ROWS, p.rows - row0);
+  if (spot.others < 0 && !rehearses) {
+    pass_on<ROWS>(p, staged, rows, spot.slot, first, warps, lane);
+    return;
+  }
+  const OtherShares others{p.partial + (rehearses ? 0 : (int64_t)spot.slot * ROWS * 256), (int64_t)2 * ROWS * 256,
+                           rehearses ? min(p.tail + p.split_tiles, 1) : spot.others};
+  if (!rehearses)
+    for (int i = 0; i < others.count; i++) {
+      int there = lane;
+      if (lane == 0) do
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.arrived + spot.slot + 2 * i) : "memory");
+        while (!there);
+      __syncwarp();
+    }
+  if (spot.group * 8 < w.columns)
+    finish_rows(p, w, spot.group, row0, rehearses ? 1 : rows, rehearses ? 0 : rows, staged, others, sums, scales, rehearses ? 0 : first, warps, lane);
+  if (others.count > 0 && !rehearses) {
+    ptx::named_sync(2, warps * 32);  // all have seen the words
+    for (int i = first * 32 + lane; i < others.count; i += warps * 32) p.arrived[spot.slot + 2 * i] = 0;
+  }
+}
+
+// Warps 9 .. 11. The last piece they share with those that multiplied, and tell them where it belongs: finding that out takes a while.
+// Before anything else they finish a row for nothing: instructions come from memory first, which takes longer than the work.
+constexpr int kLastWarps = kWideThreads / 32 - 1, kSpotBarrier = 3;
 template <int K2, int ROWS>
 __device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
-  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+  const int warp = thread_index() / 32, lane = thread_index() % 32;
   WideWalk walk(p, cluster, clusters);
-  WidePiece next;
-  bool more = walk.step(p, clusters, next);
-  for (int n = 0; more; n++) {
-    const WidePiece piece = next;
-    more = walk.step(p, clusters, next);
-    if (more ? warp <= 8 : warp == 8) continue;
-    const int warps = more ? kWideFinishers : kWideThreads / 32 - 1, first = more ? warp - 9 : warp < 8 ? warp : warp - 1;
-    const WidePlace place = wide_place(p, piece.tile);
-    const ProductMatrix& w = p.matrix[place.matrix];
-    const int group = place.group + rank, row0 = place.row_tile * ROWS, rows = min(ROWS, p.rows - row0);
-    ptx::barrier_wait(space.staged_full, n & 1);
-    if (piece.first > 0) {
-      pass_on<ROWS>(p, space.staged, rows, first, warps, lane);
-    } else {
-      OtherShares others{};
-      if (piece.last < p.steps) others = others_of<ROWS>(p, piece.tile, cluster, clusters, rank, lane);
-      if (group * 8 < w.columns) finish_rows(p, w, group, row0, rows, space.staged, others, space.scales, first, warps, lane);
-      if (others.count > 0) {
-        ptx::named_sync(2, warps * 32);  // all have seen the words
-        for (int i = first * 32 + lane; i < others.count; i += warps * 32) p.arrived[2 * (cluster + 1 + i) + rank] = 0;
+  WidePiece piece;
+  bool more = walk.step(p, clusters, piece);
+  for (int n = -1; more; n++) {
+    const WideSpot spot = spot_of(p, piece, cluster, clusters, rank);
+    if (n >= 0) {
+      more = walk.step(p, clusters, piece);
+      if (!more) {
+        if (warp == 9 && lane == 0) *space.last = spot;
+        ptx::named_arrive(kSpotBarrier, kLastWarps * 32);
       }
+      ptx::barrier_wait(space.staged_full, n & 1);
     }
-    if (more) ptx::barrier_arrive(space.staged_empty);
+    finish_piece<ROWS>(p, spot, space.staged, space.sums, space.scales, n < 0, more ? warp - 9 : warp - 1, more ? kWideFinishers : kLastWarps, lane);
+    if (n < 0)
+      ptx::wait_for_previous();
+    else if (more)
+      ptx::barrier_arrive(space.staged_empty);
   }
+}
+// Warps 0 .. 7; `handed`: pieces they have multiplied.
+template <int K2, int ROWS>
+__device__ __forceinline__ void wide_finish_last(const WideParams& p, const WideSpace<K2, ROWS>& space, int handed) {
+  ptx::named_sync(kSpotBarrier, kLastWarps * 32);
+  const WideSpot spot = *space.last;
+  ptx::barrier_wait(space.staged_full, (handed - 1) & 1);
+  finish_piece<ROWS>(p, spot, space.staged, space.sums, space.scales, false, thread_index() / 32, kLastWarps, thread_index() % 32);
 }
 #endif
 
@@ -415,18 +284,17 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   ptx::launch_dependents();
   if (warp >= 8) {
     ptx::fewer_registers<kFewRegisters>();
-    if (warp == 8) {
-      if (thread_index() % 32 == 0) wide_fetch<K2, ROWS>(p, space, cluster, clusters, rank);
-      __syncwarp();
-    }
-    ptx::wait_for_previous();
+    if (warp > 8)
+      wide_finish<K2, ROWS>(p, space, cluster, clusters, rank);
+    else if (thread_index() % 32 == 0)
+      wide_fetch<K2, ROWS>(p, space, cluster, clusters, rank);
   } else {
     ptx::more_registers<kManyRegisters>();
     ptx::wait_for_previous();
-    wide_multiply<K2, MODE, ROWS>(p, space, cluster, clusters, rank);
+    const int handed = wide_multiply<K2, MODE, ROWS>(p, space, cluster, clusters);
     ptx::fewer_registers<kFewRegisters>();
+    if (handed) wide_finish_last<K2, ROWS>(p, space, handed);
   }
-  wide_finish<K2, ROWS>(p, space, cluster, clusters, rank);
 #endif
 }
 #endif

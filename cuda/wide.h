@@ -24,6 +24,7 @@ struct WideParams {
   int32_t steps;                 // in_padded / 64
   int32_t tiles;                 // row_tiles * pairs: each is the work of one cluster of two blocks
   int32_t split_tiles;           // so many of them, the first, are cut along the inner dimension into one equal share a cluster
+  int32_t tail;                  // or: of each tile so many steps, the last, are left to the clusters beyond those that have a tile each
   int32_t band;                  // row tiles that follow one another before the columns go on
   int32_t in_features, x_dtype, y_dtype, accumulate;
   int32_t activation;  // y = act(y) * result: y holds the gate
@@ -36,8 +37,8 @@ struct WideParams {
   float grow;                  // and this, times the row's scale, makes results of them
   uint8_t* image;              // [rotation][64 inputs][rows / 8][8 rows][128 bytes, 16-byte pieces swapped by row]
   SliceScale* scales;          // [rotation][row]
-  uint8_t* partial;            // [block][row][128 halves]: what a block has of a tile that another one finishes, in the order of its shared memory
-  int32_t* arrived;            // [block], zero before and after
+  uint8_t* partial;            // [slot][rank in the cluster][row][128 halves]: slot: of the tile with tails, else of the cluster; see OtherShares
+  int32_t* arrived;            // [slot][rank], zero before and after
 };
 
 // Input and four rows of tiles, rounded up as the swizzle repeats every 1024 bytes.
@@ -56,29 +57,31 @@ struct WidePiece {
 };
 
 inline __host__ __device__ int wide_share(const WideParams& p, int cluster, int clusters) {
-  return (int)((int64_t)p.split_tiles * p.steps * cluster / clusters);
+  return p.split_tiles * p.steps * cluster / clusters;  // of split tiles there are fewer than two a cluster
 }
 
-// The pieces of one cluster, in order: its share of the split tiles, then whole tiles.
+// The pieces of one cluster, in order: its share of the split tiles, or the ends of some tiles; then whole tiles, or one but for its end.
 struct WideWalk {
   int at, end, next;
   __host__ __device__ WideWalk(const WideParams& p, int cluster, int clusters)
-      : at(wide_share(p, cluster, clusters)), end(wide_share(p, cluster + 1, clusters)), next(p.split_tiles + cluster) {}
+      : at(wide_share(p, cluster, clusters)), end(wide_share(p, cluster + 1, clusters)), next(p.split_tiles + cluster) {
+    const int helper = cluster - p.tiles, helpers = clusters - p.tiles;
+    if (p.tail && helper >= 0) at = p.tiles * helper / helpers, end = p.tiles * (helper + 1) / helpers;
+  }
   __host__ __device__ bool step(const WideParams& p, int clusters, WidePiece& piece) {
     if (at < end) {
-      piece.tile = at / p.steps;
-      piece.first = at - piece.tile * p.steps;
-      piece.last = piece.first + end - at < p.steps ? piece.first + end - at : p.steps;
-      at += piece.last - piece.first;
+      piece.tile = p.tail ? at : at / p.steps;
+      piece.first = p.tail ? p.steps - p.tail : at - piece.tile * p.steps;
+      piece.last = p.tail || piece.first + end - at > p.steps ? p.steps : piece.first + end - at;
+      at += p.tail ? 1 : piece.last - piece.first;
       return true;
     }
     if (next >= p.tiles) return false;
-    piece = {next, 0, p.steps};
+    piece = {next, 0, p.steps - p.tail};
     next += clusters;
     return true;
   }
 };
-
 // Where a tile lies.
 struct WidePlace {
   int matrix, group, row_tile;  // group: of 128 columns of the matrix, of the first block of the pair

@@ -25,6 +25,25 @@ __device__ __forceinline__ float over_block(float v, float* space, int warps, F 
   return v;
 }
 
+// Unscaled 128-point Hadamard transform over eight lanes of 16 values each.
+__device__ __forceinline__ void turn16(float (&v)[16], int lane) {
+#pragma unroll
+  for (int step = 1; step < 16; step <<= 1)
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      if (!(i & step)) {
+        const float a = v[i], b = v[i | step];
+        v[i] = a + b;
+        v[i | step] = a - b;
+      }
+#pragma unroll
+  for (int m = 1; m < 8; m <<= 1) {
+    const float sign = lane & m ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] = fmaf(sign, v[i], __shfl_xor_sync(~0u, v[i], m));
+  }
+}
+
 // 16 values from i on; those at or past n are zero.
 __device__ __forceinline__ void load16(const void* p, int i, int n, int dtype, float (&v)[16]) {
   if (dtype != EXL3_F32 && i + 16 <= n && ((uintptr_t)row_of(p, i, dtype) & 15) == 0) {
@@ -51,11 +70,14 @@ __device__ __forceinline__ void load16(const void* p, int i, int n, int dtype, f
 static __global__ void __launch_bounds__(1024) prepare_wide(const __grid_constant__ WideParams p) {
   __shared__ float space[32];
   ptx::launch_dependents();
-  ptx::wait_for_previous();
   const int row = blockIdx.x, rotation = blockIdx.y, warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const void* x = row_of(p.x, (int64_t)row * p.x_stride, p.x_dtype);
   const int inputs = p.steps * 64, first = threadIdx.x * 16, stride = blockDim.x * 16;
   auto add = [](float a, float b) { return a + b; };
+  // weights may be read before the kernel before has ended
+  if (threadIdx.x % 4 == 0 && first < inputs) ptx::prefetch(p.matrix[rotation].suh + first);
+  if (threadIdx.x % 2 == 0 && p.norm_weight && first < p.in_features) ptx::prefetch(p.norm_weight + first);
+  ptx::wait_for_previous();
   float held[16];
   load16(x, first, p.in_features, p.x_dtype, held);
   float norm = 1.f;
@@ -85,7 +107,7 @@ static __global__ void __launch_bounds__(1024) prepare_wide(const __grid_constan
         for (int e = 0; e < 16; e++) v[e] *= norm * scale[e];
       }
     }
-    turn16<1>(v, lane);
+    turn16(v, lane);
   };
   auto most = [](const float(&v)[16]) {
     float largest = 0.f;

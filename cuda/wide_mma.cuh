@@ -94,15 +94,14 @@ __global__ void __launch_bounds__(kMmaThreads, 2) mma_wide_kernel(const __grid_c
 #pragma unroll
     for (int j = 0; j < 8; j++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {  // a step of the transform: see hand_over
-        const int row = rows + 8 * j + lane % 4 * 2 + e, column = columns + 16 * t + lane / 4;
-        const float a = fmaf(d[t][j][e], p.shrink, sums[row]), b = fmaf(d[t][j][e + 2], p.shrink, sums[row]);
-        *(__half*)(staged_piece(shared, row, column / 8) + column % 8 * 2) = __float2half_rn(a + b);
-        *(__half*)(staged_piece(shared, row, column / 8 + 1) + column % 8 * 2) = __float2half_rn(a - b);
+      for (int e = 0; e < 4; e++) {
+        const int row = rows + 8 * j + lane % 4 * 2 + e % 2, column = columns + 16 * t + lane / 4 + e / 2 * 8;
+        *(__half*)(staged_piece(shared, row, column / 8) + column % 8 * 2) = __float2half_rn(d[t][j][e] * p.shrink);
       }
   __syncthreads();
   const int row0 = row_tile * kMmaRows;
-  finish_rows(p, w, group, row0, min(kMmaRows, p.rows - row0), shared, OtherShares{}, scales, warp, kMmaThreads / 32, lane);
+  const int live = min(kMmaRows, p.rows - row0);
+  finish_rows(p, w, group, row0, live, live, shared, OtherShares{}, sums, scales, warp, kMmaThreads / 32, lane);
 #endif
 }
 #endif

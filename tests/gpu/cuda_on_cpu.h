@@ -56,6 +56,7 @@ struct alignas(16) uint4 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline int __float_as_int(float f) { return as_int(f); }
@@ -343,6 +344,7 @@ inline uint32_t transpose(uint32_t m) {
 }
 inline float exp2(float x) { return exp2f(x); }
 inline uint32_t pack(float low, float high) { return float_to_half(low) | (uint32_t)float_to_half(high) << 16; }
+inline uint32_t pack_bfloats(float low, float high) { return float_to_bfloat(low) | (uint32_t)float_to_bfloat(high) << 16; }
 inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   return pack(half_of(a, 0) * half_of(b, 0) + half_of(c, 0), half_of(a, 1) * half_of(b, 1) + half_of(c, 1));
 }

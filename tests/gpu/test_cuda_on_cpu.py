@@ -92,7 +92,7 @@ def even(tmp_path_factory: Any) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: Any) -> ctypes.CDLL:
-    sources = ["product.h", "trellis.cuh", "rotate.cuh", "wide.h", "wide.cuh", "wide_input.cuh", "wide_mma.cuh", "reconstruct.cuh"]
+    sources = ["product.h", "trellis.cuh", "rotate.cuh", "wide.h", "wide_finish.cuh", "wide.cuh", "wide_input.cuh", "wide_mma.cuh", "reconstruct.cuh"]
     return compiled(tmp_path_factory.mktemp("wide"), "cuda_wide_on_cpu", sources)
 
 

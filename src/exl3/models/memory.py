@@ -59,7 +59,7 @@ def card_workspace_bytes(model: Any, dense: bool, device: torch.device, tokens: 
     elif rebuilt:
         mlp = 2 * c.intermediate_size + c.hidden_size
         if len(rebuilt) == len(sizes):
-            rotated = rotated * min(tokens, folded.LEAST_ROWS) // tokens
+            rotated = rotated * min(tokens, folded.LEAST_ROWS_WIDE) // tokens
     else:
         mlp = c.intermediate_size
     chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp)) + rotated + max(rebuilt, default=0)

@@ -19,6 +19,8 @@ from exl3.ops import native
 
 LEAST_ROWS = 1024
 """The fewest rows that ever come here."""
+LEAST_ROWS_WIDE = 1536
+"""And to matrices with at least twice as many outputs as inputs: with many columns the kernel that decodes as it multiplies keeps up longer."""
 MOST_BYTES = 512 << 20
 """The largest matrix that is rebuilt; anything larger (heads) is multiplied as it is."""
 
@@ -35,7 +37,8 @@ def measured(device: torch.device) -> bool:
 
 def worth(rows: int, in_features: int, out_features: int) -> bool:
     """Whether rebuilding this matrix and multiplying beats the fused kernel, by size alone."""
-    return rows >= LEAST_ROWS and 2 * in_features * out_features <= MOST_BYTES
+    least = LEAST_ROWS if out_features < 2 * in_features else LEAST_ROWS_WIDE
+    return rows >= least and 2 * in_features * out_features <= MOST_BYTES
 
 
 def serves(x: Tensor, group: Sequence[Any], norm: Tensor | None, activation: str | None, dtype: torch.dtype) -> bool:
