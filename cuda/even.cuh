@@ -13,6 +13,7 @@
 #include "even_finish.cuh"
 #include "even_input.cuh"
 #include "trellis.cuh"
+#include "wgmma.cuh"
 
 namespace exl3::even {
 
@@ -110,6 +111,59 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
   }
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kAsyncBlocks = 4;  // from so many on it is used
+// The same with wgmma, to the same bits: it leaves the warps free, but takes as long for few columns as for 16. Up to 16 rows it is slower. While a group is
+// decoded the words of the next are on their way and the tensor cores multiply the one before. They read a stage's input till then, so it is given back
+// a group later.
+template <int K2, int MODE, int NB>
+__device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
+                                               uint32_t addend, float (&d)[4 * NB]) {
+  using S = Stage<K2, NB>;
+  constexpr int kGroups = kStepTiles / kGroup;
+  uint32_t a[2][kGroup][4] = {};
+  Words<K2> words;
+  if (count > 0) {
+    ring.wait(p);
+    words.read(ring.ring + ring.stage + S::kImage, run, 0);
+  }
+#pragma unroll 1
+  for (int left = count; left > 0; left--) {
+    const uint8_t* stage = ring.ring + ring.stage;
+    const uint64_t in = wgmma_columns(stage, 8 * NB);
+#pragma unroll
+    for (int g = 0; g < kGroups; g++) {
+      uint32_t h[kGroup][8];
+#pragma unroll
+      for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
+      if (g + 1 < kGroups) {
+        words.read(stage + S::kImage, run, (g + 1) * kGroup);
+      } else {
+        ring.next();
+        if (left > 1) {
+          ring.wait(p);
+          words.read(ring.ring + ring.stage + S::kImage, run, 0);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kGroup; r++) pack_tile<MODE>(h[r], a[g % 2][r]);
+      wgmma_fence();
+#pragma unroll
+      for (int r = 0; r < kGroup; r++) wgmma(d, a[g % 2][r], in + (g * kGroup + r) * (NB * 256 >> 4));
+      wgmma_commit();
+      wgmma_wait<1>();
+      // the products before have read their operands: till here no register of theirs may serve for anything else
+#pragma unroll
+      for (int r = 0; r < kGroup; r++)
+        asm volatile("" ::"r"(a[(g + 1) % 2][r][0]), "r"(a[(g + 1) % 2][r][1]), "r"(a[(g + 1) % 2][r][2]), "r"(a[(g + 1) % 2][r][3]));
+      if (g == 0 && left < count) ring.release_before();
+    }
+  }
+  wgmma_wait<0>();
+  if (count > 0) ring.release_before();
+}
+#endif
+
 // Keeps a value in its register: else threads compute it again in every step.
 __device__ __forceinline__ void keep(int& v) { asm volatile("" : "+r"(v)); }
 
@@ -157,7 +211,12 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
     float d[4 * NB];
 #pragma unroll
     for (int k = 0; k < 4 * NB; k++) d[k] = 0.f;
-    multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (NB >= kAsyncBlocks)
+      multiply_async<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
+    else
+#endif
+      multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
     keep(i);  // what finishing needs is computed again: the loop has the registers to itself
     float* area = (float*)(shared + even_shared(p, K2).sums);
     if (i == 0) stamp(p.stamps, kHasInput);  // of the first part, its sums

@@ -59,18 +59,15 @@ __device__ __forceinline__ void add_received(const EvenParams& p, int unit, int 
   }
 }
 
-// The epilogue of a unit whose sums lie in `area`, [segment, up first][row][column]: scales, Hadamard transform, activation, store.
-template <int MODE, int NB>
-__device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& part, int segment, const float* area) {
-  constexpr int kEach = NB < 4 ? NB : 4, kArea = 8 * NB * kPitch;  // rows of a warp at a time; words of a segment
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int group = p.segments > 1 ? part.unit : part.unit - p.first_group[part.matrix], column = group * 128 + 4 * lane;
-  // what belongs to a segment: output scales, and scale and sums of one of the warp's rows, by lane
+// What finishing needs of a segment: the lane's output scales, and scale and sums of one of the warp's rows.
+template <int NB>
+struct Factors {
+  static constexpr int kEach = NB < 4 ? NB : 4;  // rows of a warp at a time
   uint2 svh;
   float scale, shift;
-  auto fetch = [&](int s) {
-    const int m = part.matrix - segment + s, row = (lane / kEach * kWarps + warp) * kEach + lane % kEach;
-    svh = *(const uint2*)(p.matrix[m].svh + column);
+  __device__ __forceinline__ void load(const EvenParams& p, const Part& part, int m) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = (lane / kEach * kWarps + warp) * kEach + lane % kEach;
+    svh = *(const uint2*)(p.matrix[m].svh + group_of(p, part) * 128 + 4 * lane);
     scale = shift = 0.f;
     if (lane < 2 * kEach && row < p.rows) {
       const RowInput& in = p.inputs[(int64_t)(p.rotations > 1 ? m : 0) * p.all_rows + p.row0 + row];
@@ -80,8 +77,19 @@ __device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& par
       for (int k = 0; k < kMostParts; k++) sum += in.sums[k];
       shift = (float)sum;
     }
-  };
-  fetch(0);
+  }
+  static __device__ __forceinline__ int group_of(const EvenParams& p, const Part& part) {
+    return p.segments > 1 ? part.unit : part.unit - p.first_group[part.matrix];
+  }
+};
+
+// The epilogue of a unit whose sums lie in `area`, [segment, up first][row][column]: scales, Hadamard transform, activation, store. `f`: of the first
+// segment.
+template <int MODE, int NB>
+__device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& part, int segment, const float* area, Factors<NB> f) {
+  constexpr int kEach = Factors<NB>::kEach, kArea = 8 * NB * kPitch;  // words of a segment
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = f.group_of(p, part), column = group * 128 + 4 * lane;
   ptx::named_sync(2, 32 * kWarps);
   const LaneSigns signs;
   const ProductMatrix& out = p.matrix[part.matrix - segment];
@@ -94,8 +102,8 @@ __device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& par
 #pragma unroll 1
     for (int s = 0; s < p.segments; s++) {
       const ProductMatrix& w = p.matrix[part.matrix - segment + s];
-      if (p.segments > 1 && (s > 0 || turn > 0)) fetch(s);
-      const float2 low = __half22float2(*(const __half2*)&svh.x), high = __half22float2(*(const __half2*)&svh.y);
+      if (p.segments > 1 && (s > 0 || turn > 0)) f.load(p, part, part.matrix - segment + s);
+      const float2 low = __half22float2(*(const __half2*)&f.svh.x), high = __half22float2(*(const __half2*)&f.svh.y);
       const float svhs[4] = {low.x * HADAMARD128_SCALE, low.y * HADAMARD128_SCALE, high.x * HADAMARD128_SCALE, high.y * HADAMARD128_SCALE};
 #pragma unroll
       for (int r = 0; r < kEach; r++) {
@@ -104,7 +112,7 @@ __device__ __forceinline__ void finish_rows(const EvenParams& p, const Part& par
           for (int e = 0; e < 4; e++) gate[r][e] = v[r][e];
         const float4 sum = *(const float4*)(area + (s < segment ? kArea : 0) + (first + r) * kPitch + 4 * lane);
         v[r][0] = sum.x, v[r][1] = sum.y, v[r][2] = sum.z, v[r][3] = sum.w;
-        const float row_scale = __shfl_sync(~0u, scale, turn * kEach + r), row_shift = __shfl_sync(~0u, shift, turn * kEach + r);
+        const float row_scale = __shfl_sync(~0u, f.scale, turn * kEach + r), row_shift = __shfl_sync(~0u, f.shift, turn * kEach + r);
 #pragma unroll
         for (int e = 0; e < 4; e++) v[r][e] = (MODE == kDecodeBytes ? kMul1Scale * v[r][e] + kMul1Shift * row_shift : v[r][e]) * row_scale;
       }
@@ -167,6 +175,8 @@ __device__ __forceinline__ void finish_part(const EvenParams& p, const Part& par
     for (int j = 0; j < NB; j++) waiting[j * kCallers] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
     return;
   }
+  Factors<NB> factors;  // on their way while others' sums come
+  factors.load(p, part, part.matrix - segment);
 #pragma unroll 1
   for (int s = p.segments - 1; s >= 0; s--) {
     if (s < segment)
@@ -183,7 +193,7 @@ __device__ __forceinline__ void finish_part(const EvenParams& p, const Part& par
 #pragma unroll
       for (int e = 0; e < 4; e++) to[(j * 8 + 2 * q + (e & 1)) * kPitch + 8 * (e >> 1)] = d[4 * j + e];
   }
-  finish_rows<MODE, NB>(p, part, segment, area);
+  finish_rows<MODE, NB>(p, part, segment, area, factors);
 }
 
 }  // namespace exl3::even

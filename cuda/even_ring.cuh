@@ -130,11 +130,20 @@ struct RingReader {
   }
   __device__ __forceinline__ void start(const EvenParams&) { ptx::wait_for_previous(); }
   __device__ __forceinline__ void wait(const EvenParams&) { ptx::barrier_wait((uint64_t*)(ring + stage + S::kFull), phase); }
+  __device__ __forceinline__ void next() {
+    stage += S::kBytes;
+    if (stage == kStages * S::kBytes) stage = 0, phase ^= 1;
+  }
   // The warp is done with the stage.
   __device__ __forceinline__ void release() {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive((uint64_t*)(ring + stage + S::kEmpty));
-    stage += S::kBytes;
-    if (stage == kStages * S::kBytes) stage = 0, phase ^= 1;
+    next();
+  }
+  // It is done with the one before.
+  __device__ __forceinline__ void release_before() {
+    __syncwarp();
+    const int before = stage ? stage - S::kBytes : (kStages - 1) * S::kBytes;
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive((uint64_t*)(ring + before + S::kEmpty));
   }
 };
 #else
