@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_kernels.py [--only linear,prefill,attention,prefill-attention,encode] [--json FILE]
 
-Each figure is the median of 15 replays. Random trellis bits: any bits are a legal code, and timing does not depend on them.
+Each figure is the median of 15 replays; of large products that of 7 short ones with pauses between them, too. Random trellis bits: any
+bits are a legal code, and timing does not depend on them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ BURST = 3000  # microseconds of large products between pauses
 def replay(calls: list[Callable[[], Any]], repeats: int = 15, least: int = 40, idle: float = 0.0) -> float:
     """Microseconds of one call, all of them recorded in one graph: in turn, `least` in all, so that starting the graph does not show.
 
-    idle: seconds in which the card has nothing to do before each replay. Without them large products run at the card's power limit, and so at lower clocks
-    than the first tens of milliseconds of a prompt do.
+    idle: seconds in which the card has nothing to do before each replay. Without them large products run at the card's power limit, and so
+    at lower clocks than a prompt's first milliseconds do.
     """
     calls = (calls * -(-least // len(calls)))[: max(least, 2)]
     for call in calls[:2]:
@@ -143,12 +144,12 @@ def prefill(lib: Library) -> list[dict[str, Any]]:
                 ways["fp16 by torch"] = [lambda x=x, y=y, w=m: torch.mm(x, w, out=y) for m in plain]
             for kernel, calls in ways.items():
                 us = replay(calls)
-                burst = replay(calls, least=max(4, round(BURST / us)), idle=0.06)
+                burst = replay(calls, repeats=7, least=max(4, round(BURST / us)), idle=0.05)
                 case = {"kernel": kernel, "k": n_in, "n": n_out, "K": K, "codebook": codebook, "rows": rows}
                 rates = {name: 2 * rows * n_in * n_out / t / 1e6 for name, t in (("TFLOP/s", us), ("burst TFLOP/s", burst))}
                 found.append(case | {"us": us, "burst us": burst} | rates)
-                print(f"{kernel} {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {rates['TFLOP/s']:.0f} TFLOP/s; "
-                      f"after a pause {burst:.1f} us, {rates['burst TFLOP/s']:.0f} TFLOP/s", flush=True)
+                print(f"{kernel} {n_in}x{n_out} K={K:g} {codebook} m={rows}: {us:.1f} us, {rates['TFLOP/s']:.0f} TFLOP/s;", end=" ")
+                print(f"after a pause {burst:.1f} us, {rates['burst TFLOP/s']:.0f} TFLOP/s", flush=True)
     return found
 
 

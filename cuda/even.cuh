@@ -78,7 +78,6 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
   };
   constexpr bool kEarly = NB < 8;  // as far as there are registers
   auto proceed = [&](bool more) {
-    __syncwarp();
     ring.release();
     if (more) begin();
   };

@@ -122,7 +122,7 @@ struct RingReader {
     if (threadIdx.x < kStages) {
       uint64_t* full = (uint64_t*)(ring + threadIdx.x * S::kBytes + S::kFull);
       ptx::barrier_init(full, 1);
-      ptx::barrier_init(full + 1, kWarps);
+      ptx::barrier_init(full + 1, 32 * kWarps);
       ptx::barrier_init_done();
     }
     __syncthreads();
@@ -134,16 +134,14 @@ struct RingReader {
     stage += S::kBytes;
     if (stage == kStages * S::kBytes) stage = 0, phase ^= 1;
   }
-  // The warp is done with the stage.
+  // The thread is done with the stage.
   __device__ __forceinline__ void release() {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive((uint64_t*)(ring + stage + S::kEmpty));
+    ptx::barrier_arrive((uint64_t*)(ring + stage + S::kEmpty));
     next();
   }
   // It is done with the one before.
   __device__ __forceinline__ void release_before() {
-    __syncwarp();
-    const int before = stage ? stage - S::kBytes : (kStages - 1) * S::kBytes;
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive((uint64_t*)(ring + before + S::kEmpty));
+    ptx::barrier_arrive((uint64_t*)(ring + (stage ? stage - S::kBytes : (kStages - 1) * S::kBytes) + S::kEmpty));
   }
 };
 #else

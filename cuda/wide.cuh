@@ -114,10 +114,7 @@ __device__ __forceinline__ int wide_multiply(const WideParams& p, const WideSpac
   float d[ROWS / 2];
   uint32_t a[2][2][4] = {};
   int stage = 0, phase = 0, handed = 0;
-  auto release = [&](int which) {
-    __syncwarp();  // one arrives for all
-    if (lane == 0) ptx::barrier_arrive(space.empty + which);
-  };
+  auto release = [&](int which) { ptx::barrier_arrive(space.empty + which); };
   WideWalk walk(p, cluster, clusters);
   WidePiece piece;
   while (walk.step(p, clusters, piece)) {
@@ -274,7 +271,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   if (threadIdx.x == 0) {
     for (int i = 0; i < space.kStages; i++) {
       ptx::barrier_init(space.full + i, 1);
-      ptx::barrier_init(space.empty + i, 8);
+      ptx::barrier_init(space.empty + i, 256);
     }
     ptx::barrier_init(space.staged_full, 256);
     ptx::barrier_init(space.staged_empty, 32 * kWideFinishers);

@@ -92,7 +92,8 @@ def even(tmp_path_factory: Any) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: Any) -> ctypes.CDLL:
-    sources = ["product.h", "trellis.cuh", "rotate.cuh", "wide.h", "wide_finish.cuh", "wide.cuh", "wide_input.cuh", "wide_mma.cuh", "reconstruct.cuh"]
+    sources = ["product.h", "trellis.cuh", "rotate.cuh", "wide.h", *(f"wide{part}.cuh" for part in ("_finish", "", "_input", "_mma"))]
+    sources += ["reconstruct.cuh"]
     return compiled(tmp_path_factory.mktemp("wide"), "cuda_wide_on_cpu", sources)
 
 

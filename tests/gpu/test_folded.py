@@ -90,3 +90,10 @@ def test_not_where_it_would_be_wrong(used: list[torch.dtype]) -> None:
     with Tape(x.device):
         ops.linear(x, group[0])
     assert not used
+
+
+def test_which_shapes_are_worth_it() -> None:
+    """As measured: later where there are many columns, never where the matrix is too large."""
+    assert not folded.worth(1023, 4096, 4096) and folded.worth(1024, 4096, 4096) and folded.worth(1024, 14336, 4096)
+    assert not folded.worth(1535, 4096, 14336) and folded.worth(1536, 4096, 14336)
+    assert not folded.worth(4096, 8192, 128256)

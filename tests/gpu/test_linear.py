@@ -232,7 +232,7 @@ def test_prefill_rates(cuda: Library, no_wgmma: Library, codebook: str, K: float
     "n_in,n_out,rows",
     [
         (4000, 250, 300), (384, 17000, 500), (256, 13000, 1000), (7168, 300, 130), (130, 8500, 2500),
-        (2048, 3500, 1000), (3072, 2048, 1000),  # on 132 multiprocessors some clusters have the ends of others' tiles; as many as have a tile
+        (2048, 3500, 1000), (3072, 2048, 1000),  # on 132 multiprocessors some clusters have ends of tiles; as many as have a tile
         (1024, 6400, 1000), (128, 21200, 256),
     ],
 )  # fmt: skip

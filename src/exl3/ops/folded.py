@@ -20,7 +20,7 @@ from exl3.ops import native
 LEAST_ROWS = 1024
 """The fewest rows that ever come here."""
 LEAST_ROWS_WIDE = 1536
-"""And to matrices with at least twice as many outputs as inputs: with many columns the kernel that decodes as it multiplies keeps up longer."""
+"""And with at least twice as many outputs as inputs: with many columns the kernel that decodes as it multiplies keeps up longer."""
 MOST_BYTES = 512 << 20
 """The largest matrix that is rebuilt; anything larger (heads) is multiplied as it is."""
 
