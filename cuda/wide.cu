@@ -4,6 +4,7 @@
 #include "parts.h"
 #include "wide_input.cuh"
 #include "wide_mma.cuh"
+#include "wide_split.h"
 
 namespace exl3 {
 
@@ -22,42 +23,12 @@ static WideEntry find_wide(int k2) {
 }
 
 constexpr int kBandRows = 2048;     // rows of x that the L2 cache holds while the columns go by
-constexpr int kMostShares = 4;      // of a tile
-constexpr int kFewestSteps = 8;     // of a share
-constexpr float kSplitWorth = 0.94f;  // splitting costs as much as so much idleness
-constexpr float kTailWorth = 1.1f;    // and sums that all come at the end, as with even shares of less than a tile, as so much work
 
 // 256 rows a tile where they are used: a weight is decoded half as often. kNarrowCost: what a row costs more in tiles of 128.
 static int choose_rows(int rows) {
   constexpr float kNarrowCost = 1.1f;
   const int narrow = (rows + 127) / 128 * 128, wide = (rows + 255) / 256 * 256;
   return (float)narrow * kNarrowCost < (float)wide ? 128 : 256;
-}
-
-// Clusters, and how tiles are split so that all have work, on a card with room for `most`. What is split comes before whole tiles, so that its sums
-// travel meanwhile.
-static void share_out(WidePlan& plan, int most) {
-  WideParams& p = plan.p;
-  const int rounds = (p.tiles + most - 1) / most, rest = p.tiles % most;
-  plan.clusters = p.tiles < most ? p.tiles : most;
-  if ((float)p.tiles >= kSplitWorth * (float)(rounds * most)) return;
-  if (p.tiles >= most) {
-    p.split_tiles = rest * kMostShares >= most && rest * p.steps >= kFewestSteps * most ? rest : rest + most;
-    return;
-  }
-  // A tile each, but for its end; clusters that have none do some ends, for each of which they take a step longer.
-  const int ends = (most - 1) / (most - p.tiles), tail = (p.steps - ends) / (ends + 1);
-  if (tail > 0 && (float)(p.steps - tail) * (float)most < kTailWorth * (float)(p.steps * p.tiles)) {
-    p.tail = tail;
-    plan.clusters = most < 2 * p.tiles ? most : 2 * p.tiles;
-    return;
-  }
-  const int64_t shares = (int64_t)p.tiles * p.steps / kFewestSteps;
-  int clusters = most < p.tiles * kMostShares ? most : p.tiles * kMostShares;
-  if (clusters > shares) clusters = (int)shares;
-  if (clusters <= p.tiles) return;
-  plan.clusters = clusters;
-  p.split_tiles = p.tiles;
 }
 
 WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int sms, bool wgmma) {
@@ -83,7 +54,7 @@ WidePlan make_wide(const ProductParams& from, bool bytes, int64_t reserved, int 
   p.x_stride = from.x_stride;
   p.norm_eps = from.norm_eps;
 
-  if (wgmma) share_out(plan, sms / 2);
+  if (wgmma) plan.clusters = share_out(p, sms / 2);
   // |sum| <= |x| |w| with inputs up to 512, weights of about 147 (bytes) or 1.2
   p.shrink = 1.f / ((bytes ? 512.f : 4.f) * sqrtf(64.f * (float)p.steps));
   p.shrink_shift = bytes ? p.shrink * (kMul1Shift / kMul1Scale + kMul1Middle) : 0.f;

@@ -186,16 +186,8 @@ __device__ __forceinline__ void pass_on(const WideParams& p, const uint8_t* stag
 }
 __device__ __forceinline__ WideSpot spot_of(const WideParams& p, const WidePiece& piece, int cluster, int clusters, int rank) {
   const WidePlace place = wide_place(p, piece.tile);
-  WideSpot spot{place.matrix, place.group + rank, place.row_tile, 0, 0};
-  int slot = p.tail ? piece.tile : piece.first > 0 ? cluster : cluster + 1;
-  if (piece.first > 0)
-    spot.others = -1;
-  else if (p.tail)
-    spot.others = 1;
-  else if (piece.last < p.steps)
-    while (wide_share(p, slot + spot.others, clusters) < (piece.tile + 1) * p.steps) spot.others++;
-  spot.slot = 2 * slot + rank;
-  return spot;
+  const WideShares shares = shares_of(p, piece, cluster, clusters);
+  return {place.matrix, place.group + rank, place.row_tile, 2 * shares.slot + rank, shares.count};
 }
 
 // By `warps` warps, of which this is number `first`. `rehearses`: one row of it, and nothing is kept.

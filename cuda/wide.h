@@ -82,6 +82,21 @@ struct WideWalk {
     return true;
   }
 };
+// Where a piece's sums go (count -1), or where the others of the tile come from that it begins: slots of `partial`, one after the other.
+struct WideShares {
+  int slot, count;
+};
+inline __host__ __device__ WideShares shares_of(const WideParams& p, const WidePiece& piece, int cluster, int clusters) {
+  WideShares shares{p.tail ? piece.tile : piece.first > 0 ? cluster : cluster + 1, 0};
+  if (piece.first > 0)
+    shares.count = -1;
+  else if (p.tail)
+    shares.count = 1;
+  else if (piece.last < p.steps)
+    while (wide_share(p, shares.slot + shares.count, clusters) < (piece.tile + 1) * p.steps) shares.count++;
+  return shares;
+}
+
 // Where a tile lies.
 struct WidePlace {
   int matrix, group, row_tile;  // group: of 128 columns of the matrix, of the first block of the pair

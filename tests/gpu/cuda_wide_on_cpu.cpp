@@ -74,3 +74,49 @@ EXL3_EXPORT int reconstruct_on_cpu(const exl3_reconstruct_args* a) {
   if (a->weight->k2 == 14 && !bytes) return rebuild<14, kDecodePairs>(a);
   return EXL3_UNSUPPORTED;
 }
+
+// How `most` clusters share out so many tiles of so many steps: 0, or what is wrong with it.
+EXL3_EXPORT int check_split(int tiles, int steps, int most) {
+  WideParams p{};
+  p.tiles = tiles;
+  p.steps = steps;
+  const int clusters = share_out(p, most);
+  if (clusters < 1 || clusters > most) return 1;
+  std::vector<int> done((size_t)tiles * steps), owned(tiles);
+  struct Wait {
+    int tile, slot;
+  };
+  std::vector<Wait> waits;
+  std::vector<std::pair<int, int>> sent(clusters, {-1, 0});  // of a slot: tile, how many pieces
+  for (int c = 0; c < clusters; c++) {
+    WideWalk walk(p, c, clusters);
+    WidePiece piece;
+    int pieces = 0;
+    bool waits_before = false;
+    while (walk.step(p, clusters, piece)) {
+      if (piece.tile < 0 || piece.tile >= tiles || piece.first < 0 || piece.first >= piece.last || piece.last > steps) return 2;
+      for (int s = piece.first; s < piece.last; s++) done[(size_t)piece.tile * steps + s]++;
+      const WideShares shares = shares_of(p, piece, c, clusters);
+      if (shares.count < 0) {
+        if (shares.slot < 0 || shares.slot >= clusters || sent[shares.slot].second++) return 3;  // someone would write over it
+        if (waits_before) return 4;  // who waits before it has sent could wait for ever
+        sent[shares.slot].first = piece.tile;
+      } else {
+        if (owned[piece.tile]++) return 5;
+        for (int i = 0; i < shares.count; i++) waits.push_back({piece.tile, shares.slot + i});
+        waits_before |= shares.count > 0;
+      }
+      pieces++;
+    }
+    if (!pieces) return 6;
+  }
+  for (int n : done)
+    if (n != 1) return 7;
+  for (int n : owned)
+    if (n != 1) return 8;
+  size_t all = 0;
+  for (const auto& s : sent) all += s.second;
+  for (const Wait& w : waits)
+    if (w.slot < 0 || w.slot >= clusters || sent[w.slot].first != w.tile) return 9;
+  return all == waits.size() ? 0 : 10;
+}

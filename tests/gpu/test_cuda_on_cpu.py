@@ -93,7 +93,7 @@ def even(tmp_path_factory: Any) -> ctypes.CDLL:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: Any) -> ctypes.CDLL:
     sources = ["product.h", "trellis.cuh", "rotate.cuh", "wide.h", *(f"wide{part}.cuh" for part in ("_finish", "", "_input", "_mma"))]
-    sources += ["reconstruct.cuh"]
+    sources += ["wide_split.h", "reconstruct.cuh"]
     return compiled(tmp_path_factory.mktemp("wide"), "cuda_wide_on_cpu", sources)
 
 
@@ -131,6 +131,14 @@ def test_wide(
     )  # fmt: skip
     assert wide.on_cpu(block) == 0
     assert relative(y, want) < (4e-3 if dtype == torch.bfloat16 else 7e-4)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 13, 30, 57, 66, 74])
+def test_wide_split(wide: ctypes.CDLL, most: int) -> None:
+    """Each step of each tile is one cluster's; whoever finishes a tile waits for just those that send, and nobody waits before it has sent."""
+    for steps in (2, 4, 6, 10, 16, 18, 32, 48, 64, 224, 450):
+        for tiles in (*range(1, 3 * most + 3), 7 * most + 1, 11 * most - 1):
+            assert wide.check_split(tiles, steps, most) == 0, (tiles, steps)
 
 
 @pytest.mark.parametrize(
