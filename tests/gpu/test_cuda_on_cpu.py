@@ -135,7 +135,7 @@ def test_wide(
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 13, 30, 57, 66, 74])
 def test_wide_split(wide: ctypes.CDLL, most: int) -> None:
-    """Each step of each tile is one cluster's; whoever finishes a tile waits for just those that send, and nobody waits before it has sent."""
+    """Each step of a tile is one cluster's; who finishes a tile waits for just those that send, and nobody waits before it has sent."""
     for steps in (2, 4, 6, 10, 16, 18, 32, 48, 64, 224, 450):
         for tiles in (*range(1, 3 * most + 3), 7 * most + 1, 11 * most - 1):
             assert wide.check_split(tiles, steps, most) == 0, (tiles, steps)
