@@ -97,21 +97,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(b))
                : "memory");
 }
-
-// ------------------------------------------------------------------------------------------------ clusters
-// Relaxed: it orders nothing but barriers initialised before it (see barrier_init_done). A release would wait for all of memory.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ uint32_t address_in_cluster(const void* mine, int rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(mine)), "r"(rank));
-  return remote;
-}
-// A store to another block that counts its four bytes on that block's barrier.
-__device__ __forceinline__ void store_in_cluster(uint32_t to, float v, uint32_t b) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v)), "r"(b)
-               : "memory");
-}
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -132,9 +117,6 @@ __device__ __forceinline__ void copy16(void* shared, const void* global) {
 }
 __device__ __forceinline__ void copy16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copy4(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 template <int BYTES>
 __device__ __forceinline__ void copy_now(void* shared, const void* global) {

@@ -1,4 +1,4 @@
-// The product of many rows with mma.sync: for cards from 8.0 on without wgmma. Input, scales and finish are those of wide.cuh.
+// The product of many rows with mma.sync: for cards from 8.0 on without wgmma. Input, scales and finish are those with wgmma.
 //
 // A block of eight warps owns 128 output columns and 128 rows of x; a warp 32 columns, whose two tiles are its A operands once decoded, and 64 rows.
 // A ring of asynchronous copies brings stages of 64 inputs.

@@ -181,7 +181,6 @@ int over_lanes(int v, F f) {
   return v;
 }
 inline int warp_most(int v) { return over_lanes(v, [](int a, int b) { return max(a, b); }); }
-inline int warp_total(int v) { return over_lanes(v, [](int a, int b) { return a + b; }); }
 inline void aligned(const void* a, const void* b, int bytes) {
   if (((uintptr_t)a | (uintptr_t)b) % bytes) emulator::fail("a misaligned copy");
 }
@@ -210,7 +209,6 @@ inline void finish(std::vector<Copy>& of) {
   for (const Copy& c : of) memcpy(c.to, c.from, 16);
   of.clear();
 }
-inline void copy4(void* to, const void* from) { copy_now<4>(to, from); }
 template <int BYTES>
 void copy_or_zero(void* to, const void* from, bool there) {
   aligned(to, from, BYTES);

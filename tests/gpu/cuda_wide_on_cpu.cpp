@@ -1,4 +1,4 @@
-// cuda/wide_mma.cuh, its input and its finish (which wide.cuh shares), and cuda/reconstruct.cuh, as functions on the CPU; source.inc is made by test_cuda_on_cpu.py.
+// cuda/wide_mma.cuh, its input and its finish (which the product with wgmma shares), how tiles are split, and cuda/reconstruct.cuh, as functions on the CPU; source.inc is made by test_cuda_on_cpu.py.
 #define __CUDA_ARCH__ 800
 #include "cuda_on_cpu.h"
 #include "source.inc"

@@ -253,6 +253,21 @@ def test_prefill_shares(cuda: Library, n_in: int, n_out: int, rows: int) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n_in,n_out,rows", [(2048, 3500, 1000), (1024, 6400, 1000), (256, 700, 300)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prefill_shares_of_gate_and_up(cuda: Library, n_in: int, n_out: int, rows: int, dtype: torch.dtype) -> None:
+    """The same with gate and up, whose results pass through y; in both 16-bit types."""
+    torch.manual_seed(rows)
+    gate, up = (random_weight(n_in, n_out, 4, "mul1", "cuda", seed=s, bias=True) for s in (1, 2))
+    x = torch.randn(rows, n_in, device="cuda").half()
+    want = torch.nn.functional.silu(exact(x, gate)) * exact(x, up)
+    first = cuda.linear(x, [gate, up], activation="silu", dtype=dtype)[0]
+    assert relative(first, want) < (8e-3 if dtype == torch.bfloat16 else 2 * EXACT)
+    for _ in range(3):
+        assert torch.equal(first, cuda.linear(x, [gate, up], activation="silu", dtype=dtype)[0]) and cuda.clean("linear")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [70, 300])
 @pytest.mark.parametrize("codebook", ["mul1", "3inst"])
 def test_prefill_groups(cuda: Library, no_wgmma: Library, rows: int, codebook: str) -> None:

@@ -46,23 +46,23 @@ def card_workspace_bytes(model: Any, dense: bool, device: torch.device, tokens: 
     """The same on a card, within a few MB of what is measured: the peak of a prefill chunk is the stream, the rotary tables, the larger of
     q, k, v with the attention's result and the MLP's inner values, and the rotated inputs of the products (that of a small one is let go
     when a larger one needs more); steps come on top. Where products of many rows rebuild their matrices (ops.folded) the largest of them
-    and a normalised input are added, gate and up are held apart, and only smaller chunks have rotated inputs. `dense`: no EXL3 matrices."""
+    and a normalised input are added, gate and up are held apart if they are among them, and only smaller chunks have rotated inputs.
+    `dense`: no EXL3 matrices."""
     c = model.config
     half = 2 * tokens
     attention = 2 * (c.num_attention_heads + c.kv_heads) * c.head_size
-    rotated = 2 * tokens * (-(-c.hidden_size // 128) * 128 + -(-c.intermediate_size // 128) * 128)
     tables = sum(rotary.dim for rotary in model.rotaries.values())
-    sizes = [(c.hidden_size, n) for n in (c.intermediate_size, c.num_attention_heads * c.head_size, c.kv_heads * c.head_size)]
-    rebuilt = [2 * n_in * n_out for n_in, n_out in sizes if not dense and folded.measured(device) and folded.worth(tokens, n_in, n_out)]
-    if dense:
-        mlp, rotated = 3 * c.intermediate_size, 0
-    elif rebuilt:
+    inner = (c.hidden_size, c.intermediate_size)
+    shapes = [inner, inner[::-1], *((c.hidden_size, n * c.head_size) for n in (c.num_attention_heads, c.kv_heads))]
+    rebuilt = [shape for shape in shapes if not dense and folded.measured(device) and folded.worth(tokens, *shape)]
+    mlp, rotated = (3 if dense else 1) * c.intermediate_size, 0
+    if inner in rebuilt:
         mlp = 2 * c.intermediate_size + c.hidden_size
-        if len(rebuilt) == len(sizes):
-            rotated = rotated * min(tokens, folded.LEAST_ROWS_WIDE) // tokens
-    else:
-        mlp = c.intermediate_size
-    chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp)) + rotated + max(rebuilt, default=0)
+    for width in () if dense else sorted({c.hidden_size, c.intermediate_size}):
+        rows = [folded.least_rows(*s) - 1 if s in rebuilt else tokens for s in shapes if s[0] == width]
+        rotated += 2 * min(tokens, max(rows)) * -(-width // 128) * 128
+    largest = max((2 * n_in * n_out for n_in, n_out in rebuilt), default=0)
+    chunk = half * (2 * c.hidden_size + 2 * tables + max(attention, mlp)) + rotated + largest
     return int(max(chunk, 4 * 64 * c.vocab_size) + GRAPHS)
 
 

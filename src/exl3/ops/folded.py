@@ -35,10 +35,14 @@ def measured(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def least_rows(in_features: int, out_features: int) -> int:
+    """The fewest rows for which a matrix of this shape is rebuilt."""
+    return LEAST_ROWS if out_features < 2 * in_features else LEAST_ROWS_WIDE
+
+
 def worth(rows: int, in_features: int, out_features: int) -> bool:
     """Whether rebuilding this matrix and multiplying beats the fused kernel, by size alone."""
-    least = LEAST_ROWS if out_features < 2 * in_features else LEAST_ROWS_WIDE
-    return rows >= least and 2 * in_features * out_features <= MOST_BYTES
+    return rows >= least_rows(in_features, out_features) and 2 * in_features * out_features <= MOST_BYTES
 
 
 def serves(x: Tensor, group: Sequence[Any], norm: Tensor | None, activation: str | None, dtype: torch.dtype) -> bool:
