@@ -75,8 +75,7 @@ struct OtherShares {
 // How results go to y: as 16-bit numbers; as those, times silu(y); as fp32, or added to it; and whatever else there is.
 enum WideStore { kHalves, kGated, kFloats, kAnyhow };
 
-// `column`: of the lane's first two. Old values come for some blocks at a time, as stores stand in the way of
-// later loads; none in a rehearsal, whose lines could stay in the L1 cache while another block writes them.
+// `column`: of the lane's first two. Old values come for some blocks at a time: stores stand in the way of later loads.
 template <int HOW>
 __device__ __forceinline__ void store_rows(const WideParams& p, const ProductMatrix& w, int column, int row0, int first, int rows, int stored,
                                            const float* row_scales, const __half2 (&svh)[8], const FinishedRows& r) {
@@ -87,6 +86,7 @@ __device__ __forceinline__ void store_rows(const WideParams& p, const ProductMat
   for (int i = 0; i < 2; i++) {
     const int row = min(first + i, rows - 1);
     y[i] = (char*)row_of(w.y, (int64_t)(row0 + row) * w.y_stride + column, p.y_dtype);
+    if (stored == 0) y[i] = (char*)w.trellis;  // in a rehearsal: y's lines could stay in the L1 cache while another block writes them
     scale[i] = row_scales[row];
   }
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_rows(const WideParams& p, const ProductMat
     float2 old[kTogether][2], bias[kTogether];
 #pragma unroll
     for (int k = 0; k < kTogether; k++) bias[k] = w.bias ? *(const float2*)(w.bias + column + 16 * (from + k)) : make_float2(0.f, 0.f);
-    if ((HOW == kGated || (HOW == kFloats && p.accumulate)) && stored > 0)
+    if (HOW == kGated || (HOW == kFloats && p.accumulate))
 #pragma unroll
       for (int k = 0; k < kTogether; k++)
 #pragma unroll
