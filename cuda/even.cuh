@@ -1,4 +1,4 @@
-// The product of up to 64 rows with trellis weights decoded in registers, multiplied by mma.sync, or by wgmma from 17 rows on on sm_90a.
+// The product of up to 64 rows with trellis weights decoded in registers, multiplied by mma.sync, or by wgmma on sm_90a from 17 rows on.
 //
 // One block on each multiprocessor. The work, steps of 128 inputs by 128 output columns, is one long list that the thread blocks share out evenly:
 // each has one run of it, which may end in the middle of a column group. Of a block eight warps multiply, each 16 of the columns: a warp turns
