@@ -55,7 +55,8 @@ static bool look_at(int index, Device& d) {
     return false;
   }
   d.code = attributes.ptxVersion;
-  d.wide = d.major == 9 && d.minor == 0 && strstr(EXL3_CUDA_ARCH_TEXT, "90a") != nullptr && !getenv("EXL3_TEST_NO_WGMMA");
+  d.hopper = d.major == 9 && d.minor == 0 && strstr(EXL3_CUDA_ARCH_TEXT, "90a") != nullptr;
+  d.wide = d.hopper && !getenv("EXL3_TEST_NO_WGMMA");
   return true;
 }
 

@@ -1,6 +1,6 @@
 // The product of up to 64 rows with trellis weights decoded in registers, multiplied by mma.sync, or by wgmma on sm_90a from 17 rows on.
 //
-// One block on each multiprocessor. The work, steps of 128 inputs by 128 output columns, is one long list that the thread blocks share out evenly:
+// One block on each multiprocessor. The work, steps of 128 or 256 inputs by 128 output columns, is one long list that the thread blocks share out evenly:
 // each has one run of it, which may end in the middle of a column group. Of a block eight warps multiply, each 16 of the columns: a warp turns
 // bits into the A operand in registers (output columns are its rows); the input is B. Four others keep a ring of stages full by bulk copies;
 // below sm_90a the multiplying warps copy. Weights are fetched before the wait for the previous kernel.
@@ -35,15 +35,16 @@ __device__ __forceinline__ void pack_tile(const uint32_t (&h)[8], uint32_t (&a)[
   }
 }
 
-constexpr int kGroup = 2;  // tiles whose decoding overlaps
+// Tiles whose decoding overlaps, as far as there are registers.
+inline constexpr __host__ __device__ int group_tiles(int nb) { return nb < 8 ? 4 : 2; }
 
 // The words of some tiles of the warp, on their way.
-template <int K2>
+template <int K2, int TILES>
 struct Words {
-  uint32_t of[kGroup][Run<K2>::kRead];
+  uint32_t of[TILES][Run<K2>::kRead];
   __device__ __forceinline__ void read(const uint8_t* weights, const Run<K2>& run, int first) {
 #pragma unroll
-    for (int r = 0; r < kGroup; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
+    for (int r = 0; r < TILES; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
   }
 };
 
@@ -51,62 +52,73 @@ struct Words {
 template <int NB>
 struct Operands {
   static constexpr int kTile = NB * 256;  // bytes of one row of tiles
-  uint32_t of[kGroup * NB / 2][4];
+  uint32_t of[group_tiles(NB) * NB / 2][4];
   static __device__ __forceinline__ int place_of_lane() {
     const int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
     return (NB == 1 ? matrix : matrix % 2 * NB + matrix / 2) * 128 + row * 16;
   }
   __device__ __forceinline__ void load(const uint8_t* in) {
 #pragma unroll
-    for (int n = 0; n < kGroup * NB / 2; n++) ptx::load_matrices(of[n], in + (NB == 1 ? 0 : n / (NB / 2) * kTile + n % (NB / 2) * 256));
+    for (int n = 0; n < group_tiles(NB) * NB / 2; n++)
+      ptx::load_matrices(of[n], in + (NB == 1 ? n * 2 * kTile : n / (NB / 2) * kTile + n % (NB / 2) * 256));
   }
   __device__ __forceinline__ const uint32_t* get(int tile, int n) const {
-    return NB == 1 ? of[0] + 2 * tile : of[(tile * NB + n) / 2] + n % 2 * 2;
+    return NB == 1 ? of[tile / 2] + tile % 2 * 2 : of[(tile * NB + n) / 2] + n % 2 * 2;
   }
 };
 
-// d += weights x input, `count` steps. Groups of tiles: the words of the next are on their way while one is decoded.
+// A part's sums: of tiles of even rows and of odd ones, as a product that waits for the one before holds up the decoding.
+template <int NB>
+struct PartSums {
+  float even[4 * NB], odd[4 * NB];
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int k = 0; k < 4 * NB; k++) even[k] = odd[k] = 0.f;
+  }
+  __device__ __forceinline__ float (&get())[4 * NB] {
+#pragma unroll
+    for (int k = 0; k < 4 * NB; k++) even[k] += odd[k];
+    return even;
+  }
+};
+
+// sums += weights x input, `count` steps. Groups of tiles: the words of the next are on their way while one is decoded; `words`: of the first, then of
+// what comes after these steps.
 template <int K2, int MODE, int NB>
 __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
-                                         uint32_t addend, float (&d)[4 * NB]) {
+                                         uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {
   using S = Stage<K2, NB>;
+  constexpr int kGroup = group_tiles(NB);
   const int place = Operands<NB>::place_of_lane();
-  Words<K2> words;
-  auto begin = [&] {
-    ring.wait(p);
-    words.read(ring.ring + ring.stage + S::kImage, run, 0);
-  };
-  constexpr bool kEarly = NB < 8;  // as far as there are registers
-  auto proceed = [&](bool more) {
-    ring.release();
-    if (more) begin();
-  };
-  if (count > 0) begin();
 #pragma unroll 1
   for (int left = count; left > 0; left--) {
     const uint8_t* weights = ring.ring + ring.stage + S::kImage;
     const uint8_t* in = ring.ring + ring.stage + place;
 #pragma unroll
-    for (int at = 0; at < kStepTiles; at += kGroup) {
+    for (int at = 0; at < kRing.step_tiles; at += kGroup) {
       uint32_t h[kGroup][8];
+      Words<K2, kGroup> next;
       Operands<NB> b;
       b.load(in + at * Operands<NB>::kTile);
-#pragma unroll
-      for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
-      if (at + kGroup < kStepTiles) {
-        words.read(weights, run, at + kGroup);
-      } else if (kEarly) {  // all of the stage is in registers; the next one's words come while these are multiplied
-        proceed(left > 1);
+      if (at + kGroup < kRing.step_tiles) {
+        next.read(weights, run, at + kGroup);
+      } else {  // all of the stage is in registers
+        ring.release();
+        ring.wait(p);
+        next.read(ring.ring + ring.stage + S::kImage, run, 0);
       }
 #pragma unroll
+      for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
+      words = next;
+#pragma unroll
       for (int r = 0; r < kGroup; r++) {
+        float(&d)[4 * NB] = r % 2 ? sums.odd : sums.even;
         uint32_t a[4];
         pack_tile<MODE>(h[r], a);
 #pragma unroll
         for (int n = 0; n < NB; n++) ptx::mma(*(float(*)[4])(d + 4 * n), a[0], a[1], a[2], a[3], b.get(r, n)[0], b.get(r, n)[1]);
       }
     }
-    if (!kEarly) proceed(left > 1);
   }
 }
 
@@ -117,15 +129,10 @@ constexpr int kAsyncBlocks = 4;  // from so many on it is used
 // a group later.
 template <int K2, int MODE, int NB>
 __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
-                                               uint32_t addend, float (&d)[4 * NB]) {
+                                               uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {
   using S = Stage<K2, NB>;
-  constexpr int kGroups = kStepTiles / kGroup;
+  constexpr int kGroup = group_tiles(NB), kGroups = kRing.step_tiles / kGroup;
   uint32_t a[2][kGroup][4] = {};
-  Words<K2> words;
-  if (count > 0) {
-    ring.wait(p);
-    words.read(ring.ring + ring.stage + S::kImage, run, 0);
-  }
 #pragma unroll 1
   for (int left = count; left > 0; left--) {
     const uint8_t* stage = ring.ring + ring.stage;
@@ -139,16 +146,14 @@ __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K
         words.read(stage + S::kImage, run, (g + 1) * kGroup);
       } else {
         ring.next();
-        if (left > 1) {
-          ring.wait(p);
-          words.read(ring.ring + ring.stage + S::kImage, run, 0);
-        }
+        ring.wait(p);
+        words.read(ring.ring + ring.stage + S::kImage, run, 0);
       }
 #pragma unroll
       for (int r = 0; r < kGroup; r++) pack_tile<MODE>(h[r], a[g % 2][r]);
       wgmma_fence();
 #pragma unroll
-      for (int r = 0; r < kGroup; r++) wgmma(d, a[g % 2][r], in + (g * kGroup + r) * (NB * 256 >> 4));
+      for (int r = 0; r < kGroup; r++) wgmma(r % 2 ? sums.odd : sums.even, a[g % 2][r], in + (g * kGroup + r) * (NB * 256 >> 4));
       wgmma_commit();
       wgmma_wait<1>();
       // the products before have read their operands: till here no register of theirs may serve for anything else
@@ -173,7 +178,7 @@ constexpr int kBound = 512;
 #else
 constexpr int kBound = kThreads;
 #endif
-constexpr int kFetching = 40, kMultiplying = 168;
+constexpr int kFetching = 32, kMultiplying = 176;
 
 template <int K2, int MODE, int NB>
 __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__ EvenParams p) {
@@ -204,22 +209,24 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
   stamp(p.stamps, kWaits);
   ring.start(p);
   stamp(p.stamps, kGoesOn);
+  Words<K2, group_tiles(NB)> words;
+  ring.wait(p);
+  words.read(shared + Stage<K2, NB>::kImage, run, 0);
   for (int i = 0; i < share.parts; i++) {
     const Part work = part_of(p, share, i);
     const uint32_t multiplier = p.matrix[work.matrix].multiplier, addend = p.matrix[work.matrix].addend;
-    float d[4 * NB];
-#pragma unroll
-    for (int k = 0; k < 4 * NB; k++) d[k] = 0.f;
+    PartSums<NB> sums;
+    sums.clear();
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (NB >= kAsyncBlocks)
-      multiply_async<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
+      multiply_async<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, words, sums);
     else
 #endif
-      multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, d);
+      multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, words, sums);
     keep(i);  // what finishing needs is computed again: the loop has the registers to itself
-    float* area = (float*)(shared + even_shared(p, K2).sums);
+    float* area = (float*)(shared + even_shared(p, kRing, K2).sums);
     if (i == 0) stamp(p.stamps, kHasInput);  // of the first part, its sums
-    finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, d, area);
+    finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, sums.get(), area);
   }
   stamp(p.stamps, kEnds);
   stamp(p.stamps, kEndsNs);

@@ -6,10 +6,20 @@ namespace exl3::even {
 
 constexpr int kWarps = 8, kFeeders = 4;  // of a block: those that multiply, 16 of the 128 output columns each, and those that fetch
 constexpr int kThreads = (kWarps + kFeeders) * 32;
-constexpr int kStepTiles = 8;       // rows of tiles of a step, the unit of work and a stage of the ring
 constexpr int kMostColumns = 64;    // rows of one pass
 constexpr int kPitch = 132;         // words of 128 sums in shared memory, free of bank conflicts
-constexpr int kStages = 4;          // of the ring: with more, up to 16 rows took longer (docs/cuda.md)
+
+// The ring: rows of tiles of a step, the unit of work and a stage; and stages. Code for sm_90a waits half as often, which takes more shared memory than
+// all cards have.
+struct RingShape {
+  int step_tiles, stages;
+};
+inline constexpr __host__ __device__ RingShape ring_shape(bool hopper) { return hopper ? RingShape{16, 3} : RingShape{8, 4}; }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(EXL3_TEST_LONG_STEPS)
+constexpr RingShape kRing = ring_shape(true);
+#else
+constexpr RingShape kRing = ring_shape(false);
+#endif
 
 // What a row's operands are worth. Thread blocks of the input's kernel share a row; each has a sum of its part. Sums of halves below 2^29 are exact
 // in 53 bits, so how many blocks there were leaves no trace.
@@ -27,7 +37,9 @@ struct EvenParams {
   int32_t rows, row0;   // of this pass; the first one of it
   int32_t all_rows;     // of the call
   int32_t row_parts;    // thread blocks of the input's kernel that share a row
-  int32_t blocks;       // in_padded / 128: steps of a column group
+  int32_t blocks;       // in_padded / 128
+  int32_t step_tiles;   // of the code that runs: see ring_shape
+  int32_t steps;        // of a column group; the last one may be in part beyond the inputs, and has zeros there
   int32_t share, rest;  // work of a block: `share` steps, the first `rest` thread blocks one more
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
   int32_t rotations;  // 1: all matrices take the same rotated input
@@ -48,19 +60,18 @@ inline __host__ __device__ int first_work(const EvenParams& p, int block) { retu
 
 // The operand image: for each 16 inputs two halves of 8 inputs, in each the columns (rows of x) with 8 inputs, 16 bytes, each. Eight columns are
 // a matrix of 8 x 8 as ldmatrix takes it.
-inline constexpr __host__ __device__ int image_step(int columns) { return kStepTiles * columns * 32; }
+inline constexpr __host__ __device__ int image_bytes(int tiles, int columns) { return tiles * columns * 32; }
+inline __host__ __device__ int64_t image_bytes(const EvenParams& p) { return (int64_t)p.steps * image_bytes(p.step_tiles, p.columns); }  // of a pass
 
 // A stage of the ring: the operands, the weights, two barriers: full, empty.
-inline constexpr __host__ __device__ int stage_bytes(int columns, int k2) { return kStepTiles * (columns * 32 + 128 * k2) + 16; }
+inline constexpr __host__ __device__ int stage_bytes(int tiles, int columns, int k2) { return tiles * (columns * 32 + 128 * k2) + 16; }
 
 struct EvenShared {  // dynamic shared memory: the ring, then the sums
-  int stage;         // bytes of one
   int sums, total;   // offset, bytes
 };
-inline __host__ __device__ EvenShared even_shared(const EvenParams& p, int k2) {
+inline __host__ __device__ EvenShared even_shared(const EvenParams& p, RingShape ring, int k2) {
   EvenShared s;
-  s.stage = stage_bytes(p.columns, k2);
-  s.sums = kStages * s.stage;
+  s.sums = ring.stages * stage_bytes(ring.step_tiles, p.columns, k2);
   s.total = s.sums + p.segments * p.columns * kPitch * 4;
   return s;
 }

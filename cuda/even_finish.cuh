@@ -35,7 +35,7 @@ __device__ __forceinline__ float* parcel(const EvenParams& p, int block, int seg
 }
 template <int NB>
 __device__ __forceinline__ void add_received(const EvenParams& p, int unit, int segment, float (&d)[4 * NB]) {
-  const int start = (unit * p.segments + segment) * p.blocks;
+  const int start = (unit * p.segments + segment) * p.steps;
   constexpr int kAtOnce = 8 / NB;  // blocks: many loads are on their way at a time
 #pragma unroll 1
   for (int other = (int)blockIdx.x - 1; first_work(p, other + 1) > start; other -= kAtOnce) {  // nearest first
@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_received(const EvenParams& p, int unit, int 
     bool has[kAtOnce];
 #pragma unroll
     for (int o = 0; o < kAtOnce; o++) {
-      has[o] = first_work(p, other - o + 1) > start && first_work(p, other - o) < start + p.blocks;
+      has[o] = first_work(p, other - o + 1) > start && first_work(p, other - o) < start + p.steps;
 #pragma unroll
       for (int j = 0; j < NB; j++)
         if (has[o] && is_live(p, j)) v[o][j] = ptx::load_relaxed(parcel<NB>(p, other - o, segment, j));

@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_even(const 
   const int part = blockIdx.x, row = blockIdx.y, rotation = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint16_t* suh = p.matrix[rotation].suh;
   const int pass = row / p.columns, column = row - pass * p.columns;
-  uint8_t* image = p.image + rotation * p.image_stride + (int64_t)pass * p.blocks * 8 * p.columns * 32;
+  uint8_t* image = p.image + rotation * p.image_stride + pass * image_bytes(p);
   ptx::launch_dependents();
   auto scales_at = [&](int i, float(&v)[4]) {
     const uint2 h = *(const uint2*)(suh + i);
@@ -85,10 +85,13 @@ static __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_even(const 
   }
   const char* x = (const char*)row_of(p.x, (int64_t)row * p.x_stride, p.x_dtype);
   const bool plain = p.in_features % 128 == 0 && ((uintptr_t)x & 15) == 0;
-  const int first = p.blocks * part / p.row_parts, last = p.blocks * (part + 1) / p.row_parts;
+  const int blocks = p.steps * p.step_tiles / 8;  // with those beyond the inputs
+  const int first = blocks * part / p.row_parts, last = blocks * (part + 1) / p.row_parts;
   const LaneSigns signs;
   ptx::wait_for_previous();
-  auto load_block = [&](int b) { return b < last ? load_raw(x, b * 128 + 4 * lane, p.in_features, p.x_dtype, plain) : make_uint4(0, 0, 0, 0); };
+  auto load_block = [&](int b) {
+    return b < min(last, p.blocks) ? load_raw(x, b * 128 + 4 * lane, p.in_features, p.x_dtype, plain) : make_uint4(0, 0, 0, 0);
+  };
   uint4 next = load_block(first + warp);
   float squares = 0.f;
   double sum = 0;
@@ -120,14 +123,14 @@ static __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_even(const 
   const int shift = input_shift(most, most_scale);
 #pragma unroll 1
   for (int b = first + warp; b < last; b += kPrepareWarps) {
-    float v[4], scales[4];
+    float v[4], scales[4] = {};
     from_raw(next, p.x_dtype, v);
     next = load_block(b + kPrepareWarps);
-    scales_at(b * 128 + 4 * lane, scales);
+    if (b < p.blocks) scales_at(b * 128 + 4 * lane, scales);
 #pragma unroll
     for (int e = 0; e < 4; e++) v[e] *= scales[e];
     quick_hadamard128(v, signs);
-    sum += store_operands(p, v, power_of_two(shift) * HADAMARD128_SCALE, image + (int64_t)b * 8 * p.columns * 32, column);
+    sum += store_operands(p, v, power_of_two(shift) * HADAMARD128_SCALE, image + (int64_t)b * image_bytes(8, p.columns), column);
   }
   for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(~0u, sum, m);
   if (lane == 0) sums_of[warp] = sum;

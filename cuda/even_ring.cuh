@@ -12,7 +12,7 @@ struct Share {
 };
 __device__ __forceinline__ Share share_of(const EvenParams& p, int block) {
   Share s;
-  const int length = p.segments * p.blocks;
+  const int length = p.segments * p.steps;
   s.begin = first_work(p, block);
   s.end = first_work(p, block + 1);
   s.last = (s.end - 1) / length;
@@ -30,13 +30,13 @@ __device__ __forceinline__ Part part_of(const EvenParams& p, const Share& share,
   const int segment = p.segments > 1 ? i & 1 : 0;
   Part part;
   part.unit = share.last - (p.segments > 1 ? i >> 1 : i);
-  const int start = (part.unit * p.segments + segment) * p.blocks;
+  const int start = (part.unit * p.segments + segment) * p.steps;
   part.from = max(share.begin - start, 0);
-  part.count = max(min(share.end - start, p.blocks) - part.from, 0);
+  part.count = max(min(share.end - start, p.steps) - part.from, 0);
   part.matrix = segment;
   if (p.segments == 1)
     while (part.matrix + 1 < p.count && part.unit >= p.first_group[part.matrix + 1]) part.matrix++;
-  part.sends = share.end < (part.unit + 1) * p.segments * p.blocks;
+  part.sends = share.end < (part.unit + 1) * p.segments * p.steps;
   return part;
 }
 
@@ -46,6 +46,7 @@ struct Walk {
   const uint8_t *weights, *inputs;
   int64_t pitch;  // bytes from one row of tiles to the next
   int i, left, row;
+  int tiles;      // rows from the step's first to the matrix's last
 
   __device__ __forceinline__ Walk(const EvenParams& p, const Share& share, int row) : i(-1), left(0), row(row) { open(p, share); }
   __device__ __forceinline__ void open(const EvenParams& p, const Share& share) {
@@ -55,13 +56,15 @@ struct Walk {
       const int group = part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix]);
       left = part.count;
       pitch = w.columns * 16 * K2;
-      weights = w.trellis + (int64_t)(part.from * kStepTiles + row) * pitch + (int64_t)group * 128 * K2;
-      inputs = p.image + (p.rotations > 1 ? part.matrix : 0) * p.image_stride + (int64_t)part.from * image_step(p.columns);
+      weights = w.trellis + (int64_t)(part.from * kRing.step_tiles + row) * pitch + (int64_t)group * 128 * K2;
+      tiles = p.blocks * 8 - part.from * kRing.step_tiles;
+      inputs = p.image + (p.rotations > 1 ? part.matrix : 0) * p.image_stride + (int64_t)part.from * image_bytes(kRing.step_tiles, p.columns);
     }
   }
   __device__ __forceinline__ void next(const EvenParams& p, const Share& share) {
-    weights += kStepTiles * pitch;
-    inputs += image_step(p.columns);
+    weights += kRing.step_tiles * pitch;
+    inputs += image_bytes(kRing.step_tiles, p.columns);
+    tiles -= kRing.step_tiles;
     left--;
     open(p, share);
   }
@@ -69,21 +72,22 @@ struct Walk {
 
 template <int K2, int NB>
 struct Stage {
-  static constexpr int kImage = image_step(8 * NB), kWeights = kStepTiles * 128 * K2, kFull = kImage + kWeights, kEmpty = kFull + 8;
-  static constexpr int kBytes = stage_bytes(8 * NB, K2);
+  static constexpr int kImage = image_bytes(kRing.step_tiles, 8 * NB), kWeights = kRing.step_tiles * 128 * K2, kFull = kImage + kWeights, kEmpty = kFull + 8;
+  static constexpr int kBytes = stage_bytes(kRing.step_tiles, 8 * NB, K2);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// One thread of each feeder: keeps the ring full. Feeder r fetches kStepTiles / kFeeders rows of tiles of each step, the last one the operands, too:
-// a single thread would be too slow.
+// One thread of each feeder: keeps the ring full. Feeder r fetches a quarter of each step's rows of tiles, the last one the operands, too: a single thread
+// would be too slow.
 template <int K2, int NB>
 __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, uint8_t* ring, int r) {
   using S = Stage<K2, NB>;
-  constexpr int kEach = kStepTiles / kFeeders;
-  const int all = share.end - share.begin, ahead = min(kStages, all);
+  constexpr int kEach = kRing.step_tiles / kFeeders, kBefore = kRing.stages - 1;  // stages whose weights come before the input
+  const int all = share.end - share.begin, ahead = min(kRing.stages, all);
   auto put_weights = [&](const Walk<K2>& from, uint8_t* stage) {
     uint64_t* full = (uint64_t*)(stage + S::kFull);
-    if (r == 0) ptx::barrier_expect(full, S::kImage + S::kWeights);
+    if (r == 0) ptx::barrier_expect(full, S::kImage + min(kRing.step_tiles, from.tiles) * 128 * K2);
+    if (r * kEach >= from.tiles) return;
 #pragma unroll
     for (int k = 0; k < kEach; k++) ptx::bulk_load(stage + S::kImage + (r * kEach + k) * 128 * K2, from.weights + k * from.pitch, 128 * K2, full);
   };
@@ -91,7 +95,7 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
     if (r == kFeeders - 1) ptx::bulk_load(stage, from.inputs, S::kImage, (uint64_t*)(stage + S::kFull));
   };
   Walk<K2> weights(p, share, r * kEach), inputs = weights;
-  for (int n = 0; n < ahead; n++) {
+  for (int n = 0; n < min(ahead, kBefore); n++) {
     put_weights(weights, ring + n * S::kBytes);
     weights.next(p, share);
   }
@@ -99,6 +103,9 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
   for (int n = 0; n < ahead; n++) {
     put_inputs(inputs, ring + n * S::kBytes);
     inputs.next(p, share);
+    if (n < kBefore) continue;
+    put_weights(weights, ring + n * S::kBytes);
+    weights.next(p, share);
   }
   int stage = 0, phase = 0;
   for (int n = ahead; n < all; n++) {
@@ -107,8 +114,12 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
     put_weights(weights, to);
     put_inputs(weights, to);
     weights.next(p, share);
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (++stage == kRing.stages) stage = 0, phase ^= 1;
   }
+  if (r > 0) return;  // a last stage with nothing in it: who multiplies looks for one more
+  uint8_t* to = ring + (all < kRing.stages ? all : stage) * S::kBytes;
+  if (all >= kRing.stages) ptx::barrier_wait((uint64_t*)(to + S::kEmpty), phase);
+  ptx::barrier_arrive((uint64_t*)(to + S::kFull));
 }
 
 // What a multiplying warp knows of the ring.
@@ -119,7 +130,7 @@ struct RingReader {
   int stage = 0, phase = 0;  // bytes
 
   __device__ __forceinline__ RingReader(const EvenParams&, const Share&, uint8_t* ring) : ring(ring) {
-    if (threadIdx.x < kStages) {
+    if (threadIdx.x < kRing.stages) {
       uint64_t* full = (uint64_t*)(ring + threadIdx.x * S::kBytes + S::kFull);
       ptx::barrier_init(full, 1);
       ptx::barrier_init(full + 1, 32 * kWarps);
@@ -132,7 +143,7 @@ struct RingReader {
   __device__ __forceinline__ void wait(const EvenParams&) { ptx::barrier_wait((uint64_t*)(ring + stage + S::kFull), phase); }
   __device__ __forceinline__ void next() {
     stage += S::kBytes;
-    if (stage == kStages * S::kBytes) stage = 0, phase ^= 1;
+    if (stage == kRing.stages * S::kBytes) stage = 0, phase ^= 1;
   }
   // The thread is done with the stage.
   __device__ __forceinline__ void release() {
@@ -141,7 +152,7 @@ struct RingReader {
   }
   // It is done with the one before.
   __device__ __forceinline__ void release_before() {
-    ptx::barrier_arrive((uint64_t*)(ring + (stage ? stage - S::kBytes : (kStages - 1) * S::kBytes) + S::kEmpty));
+    ptx::barrier_arrive((uint64_t*)(ring + (stage ? stage - S::kBytes : (kRing.stages - 1) * S::kBytes) + S::kEmpty));
   }
 };
 #else
@@ -159,7 +170,7 @@ struct RingReader {
     ptx::launch_dependents();
   }
   __device__ __forceinline__ void put_weights(const Walk<K2>& from, int to) {
-    for (int i = threadIdx.x; i < S::kWeights / 16; i += kCopiers)
+    for (int i = threadIdx.x; i < min(kRing.step_tiles, from.tiles) * 8 * K2; i += kCopiers)
       ptx::copy16(ring + to + S::kImage + i * 16, from.weights + i / (8 * K2) * from.pitch + i % (8 * K2) * 16);
   }
   __device__ __forceinline__ void put_inputs(const Walk<K2>& from, int to) {
@@ -167,13 +178,13 @@ struct RingReader {
   }
   __device__ __forceinline__ void start(const EvenParams& p) {
     const Walk<K2> first = walk;
-    for (int n = 0; n < kStages - 1 && walk.left > 0; n++) {
+    for (int n = 0; n < kRing.stages - 1 && walk.left > 0; n++) {
       put_weights(walk, n * kBytes);
       walk.next(p, share);
     }
     ptx::wait_for_previous();
     walk = first;
-    for (; free < (kStages - 1) * kBytes; free += kBytes) {
+    for (; free < (kRing.stages - 1) * kBytes; free += kBytes) {
       if (walk.left > 0) {
         put_inputs(walk, free);
         walk.next(p, share);
@@ -182,7 +193,7 @@ struct RingReader {
     }
   }
   __device__ __forceinline__ void wait(const EvenParams& p) {
-    ptx::copy_wait<kStages - 2>();
+    ptx::copy_wait<kRing.stages - 2>();
     ptx::named_sync(1, kCopiers);  // and everyone has read the step before
     if (walk.left > 0) {
       put_weights(walk, free);
@@ -190,9 +201,9 @@ struct RingReader {
       walk.next(p, share);
     }
     ptx::copy_commit();
-    free = free == (kStages - 1) * kBytes ? 0 : free + kBytes;
+    free = free == (kRing.stages - 1) * kBytes ? 0 : free + kBytes;
   }
-  __device__ __forceinline__ void release() { stage = stage == (kStages - 1) * kBytes ? 0 : stage + kBytes; }
+  __device__ __forceinline__ void release() { stage = stage == (kRing.stages - 1) * kBytes ? 0 : stage + kBytes; }
 };
 #endif
 

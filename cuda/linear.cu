@@ -173,7 +173,10 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
   p.x_stride = f.x_stride;
   p.norm_eps = f.norm_eps;
   plan.mode = from.mode;
-  const int work = from.units * p.segments * p.blocks;
+  const even::RingShape ring = even::ring_shape(device.hopper);
+  p.step_tiles = ring.step_tiles;
+  p.steps = (p.blocks * 8 + p.step_tiles - 1) / p.step_tiles;
+  const int work = from.units * p.segments * p.steps;
   plan.grid = work < device.sms ? work : device.sms;
   p.share = work / plan.grid;
   p.rest = work % plan.grid;
@@ -182,9 +185,9 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
     p.columns = plan.blocks * 8;
     p.rows = a->rows < p.columns ? a->rows : p.columns;
   };
-  for (set(); plan.blocks > 1 && even::even_shared(p, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
+  for (set(); plan.blocks > 1 && even::even_shared(p, ring, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
   plan.passes = (a->rows + p.columns - 1) / p.columns;
-  p.image_stride = (int64_t)plan.passes * p.blocks * 8 * p.columns * 32;
+  p.image_stride = plan.passes * image_bytes(p);
   int64_t at = zero_bytes(device);
   plan.inputs = take(at, (int64_t)p.rotations * a->rows * sizeof(even::RowInput));
   plan.image = take(at, p.rotations * p.image_stride);
@@ -297,12 +300,12 @@ static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, cons
   p.image = space + plan.image;
   const dim3 prepare_grid(p.row_parts, a->rows, p.rotations);
   if (const int status = launch(even::prepare_even, prepare_grid, even::kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
-  const int shared = even::even_shared(p, k2).total;
+  const int shared = even::even_shared(p, even::ring_shape(device.hopper), k2).total;
   for (int pass = 0; pass < plan.passes; pass++) {
     p.row0 = pass * p.columns;
     p.rows = plan.passes > 1 && a->rows - p.row0 > p.columns ? p.columns : a->rows - p.row0;
     if (const int status = launch(entry->kernel, dim3(plan.grid), even::kThreads, shared, 1, p, stream, "linear")) return status;
-    p.image += (int64_t)p.blocks * 8 * p.columns * 32;
+    p.image += image_bytes(p);
   }
   return EXL3_OK;
 }

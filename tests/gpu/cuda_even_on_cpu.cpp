@@ -10,7 +10,9 @@ using namespace exl3::even;
 template <int K2, int MODE, int NB>
 static int run(EvenParams p, int blocks) {
   p.columns = NB * 8;
-  p.image_stride = (int64_t)p.blocks * 8 * p.columns * 32;
+  p.step_tiles = kRing.step_tiles;
+  p.steps = (p.blocks * 8 + p.step_tiles - 1) / p.step_tiles;
+  p.image_stride = image_bytes(p);
   std::vector<uint8_t> image(p.rotations * p.image_stride + 64, 0x7f);  // NaNs where nothing is written
   p.image = (uint8_t*)(((uintptr_t)image.data() + 63) & ~(uintptr_t)63);
   p.row_parts = 1 + p.rows % kMostParts;
@@ -22,7 +24,7 @@ static int run(EvenParams p, int blocks) {
         cuda_block = {part, row, rotation};
         run_cuda_block(even::kPrepareWarps * 32, [&] { prepare_even(p); });
       }
-  const int work = p.first_group[p.count] * p.segments * p.blocks;
+  const int work = p.first_group[p.count] * p.segments * p.steps;
   blocks = min(blocks, work);
   p.share = work / blocks;
   p.rest = work % blocks;

@@ -36,11 +36,11 @@ def as_cpp(text: str) -> str:
     return re.sub(r'asm\("lop3\.b32[^\n]*', "p = (p & 0x8fff8fffu) ^ 0x3b603b60u;", text)
 
 
-def compiled(directory: Path, name: str, sources: list[str]) -> ctypes.CDLL:
+def compiled(directory: Path, name: str, sources: list[str], *flags: str) -> ctypes.CDLL:
     (directory / "source.inc").write_text("\n".join(as_cpp((ROOT / "cuda" / s).read_text()) for s in sources))
     path = directory / f"{name}.so"
     command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-w", f"-I{ROOT / 'cpp' / 'include'}", f"-I{directory}", f"-I{HERE}"]
-    subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(path)], check=True)
+    subprocess.run([*command, *flags, str(HERE / f"{name}.cpp"), "-o", str(path)], check=True)
     return ctypes.CDLL(str(path))
 
 
@@ -83,11 +83,21 @@ def product(tmp_path_factory: Any) -> ctypes.CDLL:
     )
 
 
-@pytest.fixture(scope="module")
-def even(tmp_path_factory: Any) -> ctypes.CDLL:
+def compiled_even(directory: Path, *flags: str) -> ctypes.CDLL:
     sources = ["product.h", "trellis.cuh", "even.h", "rotate.cuh", "stamps.cuh"]
     sources += [f"even{part}.cuh" for part in ("_ring", "_input", "_finish", "")]
-    return compiled(tmp_path_factory.mktemp("even"), "cuda_even_on_cpu", sources)
+    return compiled(directory, "cuda_even_on_cpu", sources, *flags)
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: Any) -> ctypes.CDLL:
+    return compiled_even(tmp_path_factory.mktemp("even"))
+
+
+@pytest.fixture(scope="module")
+def long_even(tmp_path_factory: Any) -> ctypes.CDLL:
+    """With the steps of sm_90a, the last of which may reach beyond the inputs."""
+    return compiled_even(tmp_path_factory.mktemp("long_even"), "-DEXL3_TEST_LONG_STEPS")
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +291,7 @@ def test_product(
     check_group(product, codebook, K, rows, n_in, sizes, activation, grid, shared)
 
 
-@pytest.mark.parametrize("codebook,K,most,kind", [("mul1", 4, 4, "product"), ("3inst", 7, 8, "product"), ("mul1", 4, 20, "even")])
+@pytest.mark.parametrize("codebook,K,most,kind", [("mul1", 4, 4, "product"), ("3inst", 7, 8, "product"), ("mul1", 4, 20, "even"), ("mul1", 4, 20, "long_even")])
 def test_a_row_has_the_same_bits_alone(request: pytest.FixtureRequest, codebook: str, K: float, most: int, kind: str) -> None:
     """Many rows take other steps or instances than one; runs begin and end within chunks of inputs."""
     library = request.getfixturevalue(kind)
@@ -317,7 +327,9 @@ def test_a_row_has_the_same_bits_alone(request: pytest.FixtureRequest, codebook:
     ],
 )
 @pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["even", "long_even"])
 def test_even(
-    even: ctypes.CDLL, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None, grid: int, shared: bool
-) -> None:
-    check_group(even, codebook, K, rows, n_in, sizes, activation, grid, shared)
+    request: pytest.FixtureRequest, kind: str, codebook: str, K: float, rows: int, n_in: int, sizes: list[int], activation: str | None,
+    grid: int, shared: bool,
+) -> None:  # fmt: skip
+    check_group(request.getfixturevalue(kind), codebook, K, rows, n_in, sizes, activation, grid, shared)
