@@ -17,16 +17,18 @@
 
 namespace exl3::even {
 
-// A tile's weights in two steps: hashes (mul1: 1024 + byte sum of each; else two halves each), then operands.
+// A lane's weights of two products in two steps: hashes (mul1: 1024 + byte sum of each; else two halves each), then operands.
+template <int K2>
+using PairRun = Run<K2, 16>;
 template <int K2, int MODE>
-__device__ __forceinline__ void hash_tile(const uint32_t (&words)[Run<K2>::kRead], const Run<K2>& run, uint32_t multiplier, uint32_t addend,
-                                          uint32_t (&h)[8]) {
-  states_of<K2>(words, run, h);
+__device__ __forceinline__ void hash_pair(const uint32_t (&words)[PairRun<K2>::kRead], const PairRun<K2>& run, uint32_t multiplier, uint32_t addend,
+                                          uint32_t (&h)[16]) {
+  states_of(words, run, h);
 #pragma unroll
-  for (int j = 0; j < 8; j++) h[j] = MODE == kDecodeBytes ? __dp4a(h[j] * multiplier, 0x01010101u, 0x6400u) : half_pair_of(h[j], multiplier, addend);
+  for (int j = 0; j < 16; j++) h[j] = MODE == kDecodeBytes ? __dp4a(h[j] * multiplier, 0x01010101u, 0x6400u) : half_pair_of(h[j], multiplier, addend);
 }
 template <int MODE>
-__device__ __forceinline__ void pack_tile(const uint32_t (&h)[8], uint32_t (&a)[4]) {
+__device__ __forceinline__ void pack_tile(const uint32_t* h, uint32_t (&a)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; e++) {  // (g; low k), (g+8; low k), (g; high k), (g+8; high k)
     const int j = 4 * (e & 1) + 2 * (e >> 1);
@@ -41,10 +43,10 @@ inline constexpr __host__ __device__ int group_tiles(int nb) { return nb < 8 ? 4
 // The words of some tiles of the warp, on their way.
 template <int K2, int TILES>
 struct Words {
-  uint32_t of[TILES][Run<K2>::kRead];
-  __device__ __forceinline__ void read(const uint8_t* weights, const Run<K2>& run, int first) {
+  uint32_t of[TILES / 2][PairRun<K2>::kRead];
+  __device__ __forceinline__ void read(const uint8_t* weights, const PairRun<K2>& run, int first) {
 #pragma unroll
-    for (int r = 0; r < TILES; r++) read_words<K2>((const uint32_t*)(weights + (first + r) * 128 * K2), run, of[r]);
+    for (int r = 0; r < TILES / 2; r++) read_words((const uint32_t*)(weights + (first + 2 * r) * row_pitch(K2)), run, of[r]);
   }
 };
 
@@ -67,7 +69,7 @@ struct Operands {
   }
 };
 
-// A part's sums: of tiles of even rows and of odd ones, as a product that waits for the one before holds up the decoding.
+// A part's sums: of the first products of pairs of tiles and of the second ones, as a product that waits for the one before holds up the decoding.
 template <int NB>
 struct PartSums {
   float even[4 * NB], odd[4 * NB];
@@ -85,7 +87,7 @@ struct PartSums {
 // sums += weights x input, `count` steps. Groups of tiles: the words of the next are on their way while one is decoded; `words`: of the first, then of
 // what comes after these steps.
 template <int K2, int MODE, int NB>
-__device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
+__device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>& ring, const PairRun<K2>& run, int count, uint32_t multiplier,
                                          uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {
   using S = Stage<K2, NB>;
   constexpr int kGroup = group_tiles(NB);
@@ -96,7 +98,7 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
     const uint8_t* in = ring.ring + ring.stage + place;
 #pragma unroll
     for (int at = 0; at < kRing.step_tiles; at += kGroup) {
-      uint32_t h[kGroup][8];
+      uint32_t h[kGroup / 2][16];
       Words<K2, kGroup> next;
       Operands<NB> b;
       b.load(in + at * Operands<NB>::kTile);
@@ -108,13 +110,13 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
         next.read(ring.ring + ring.stage + S::kImage, run, 0);
       }
 #pragma unroll
-      for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
+      for (int r = 0; r < kGroup / 2; r++) hash_pair<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
       words = next;
 #pragma unroll
       for (int r = 0; r < kGroup; r++) {
         float(&d)[4 * NB] = r % 2 ? sums.odd : sums.even;
         uint32_t a[4];
-        pack_tile<MODE>(h[r], a);
+        pack_tile<MODE>(h[r / 2] + r % 2 * 8, a);
 #pragma unroll
         for (int n = 0; n < NB; n++) ptx::mma(*(float(*)[4])(d + 4 * n), a[0], a[1], a[2], a[3], b.get(r, n)[0], b.get(r, n)[1]);
       }
@@ -128,7 +130,7 @@ constexpr int kAsyncBlocks = 4;  // from so many on it is used
 // decoded the words of the next are on their way and the tensor cores multiply the one before. They read a stage's input till then, so it is given back
 // a group later.
 template <int K2, int MODE, int NB>
-__device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K2, NB>& ring, const Run<K2>& run, int count, uint32_t multiplier,
+__device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K2, NB>& ring, const PairRun<K2>& run, int count, uint32_t multiplier,
                                                uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {
   using S = Stage<K2, NB>;
   constexpr int kGroup = group_tiles(NB), kGroups = kRing.step_tiles / kGroup;
@@ -139,9 +141,9 @@ __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K
     const uint64_t in = wgmma_columns(stage, 8 * NB);
 #pragma unroll
     for (int g = 0; g < kGroups; g++) {
-      uint32_t h[kGroup][8];
+      uint32_t h[kGroup / 2][16];
 #pragma unroll
-      for (int r = 0; r < kGroup; r++) hash_tile<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
+      for (int r = 0; r < kGroup / 2; r++) hash_pair<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
       if (g + 1 < kGroups) {
         words.read(stage + S::kImage, run, (g + 1) * kGroup);
       } else {
@@ -150,7 +152,7 @@ __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K
         words.read(ring.ring + ring.stage + S::kImage, run, 0);
       }
 #pragma unroll
-      for (int r = 0; r < kGroup; r++) pack_tile<MODE>(h[r], a[g % 2][r]);
+      for (int r = 0; r < kGroup; r++) pack_tile<MODE>(h[r / 2] + r % 2 * 8, a[g % 2][r]);
       wgmma_fence();
 #pragma unroll
       for (int r = 0; r < kGroup; r++) wgmma(r % 2 ? sums.odd : sums.even, a[g % 2][r], in + (g * kGroup + r) * (NB * 256 >> 4));
@@ -200,10 +202,10 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
   if (warp >= kWarps) return;
   RingReader<K2, NB> ring(p, share, shared);
 #endif
-  Run<K2> run(threadIdx.x % 32);  // in the weights of a stage
+  PairRun<K2> run(threadIdx.x % 32 / 4 * 2 + threadIdx.x % 2);  // in the weights of a stage
 #pragma unroll
-  for (int j = 0; j < Run<K2>::kRead; j++) {
-    run.word[j] += warp * 4 * K2;
+  for (int j = 0; j < PairRun<K2>::kRead; j++) {
+    run.word[j] += warp * 4 * K2 + (threadIdx.x >> 1 & 1) * row_pitch(K2) / 4;
     keep(run.word[j]);
   }
   stamp(p.stamps, kWaits);

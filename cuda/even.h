@@ -58,13 +58,17 @@ struct EvenParams {
 // Work is counted in steps, unit after unit; each thread block has one run of it.
 inline __host__ __device__ int first_work(const EvenParams& p, int block) { return block * p.share + (block < p.rest ? block : p.rest); }
 
-// The operand image: for each 16 inputs two halves of 8 inputs, in each the columns (rows of x) with 8 inputs, 16 bytes, each. Eight columns are
-// a matrix of 8 x 8 as ldmatrix takes it.
+// The operand image, for each 32 inputs the operands of two products of 16. A lane multiplies the positions of two neighbouring lanes of one tile, lanes
+// 4g, 4g+1 those of the first row of tiles and 4g+2, 4g+3 those of the second; so the first product takes inputs 0, 1, 8, 9 of each lane's four pairs,
+// the second 2, 3, 10, 11. Of a product two halves of 8 inputs, in each the columns (rows of x) with 16 bytes each. Eight columns are a matrix of 8 x 8
+// as ldmatrix takes it.
 inline constexpr __host__ __device__ int image_bytes(int tiles, int columns) { return tiles * columns * 32; }
 inline __host__ __device__ int64_t image_bytes(const EvenParams& p) { return (int64_t)p.steps * image_bytes(p.step_tiles, p.columns); }  // of a pass
 
 // A stage of the ring: the operands, the weights, two barriers: full, empty.
-inline constexpr __host__ __device__ int stage_bytes(int tiles, int columns, int k2) { return tiles * (columns * 32 + 128 * k2) + 16; }
+// Bytes from one row of tiles to the next: a warp reads two rows at a time, which then lie in different banks.
+inline constexpr __host__ __device__ int row_pitch(int k2) { return 128 * k2 + 64; }
+inline constexpr __host__ __device__ int stage_bytes(int tiles, int columns, int k2) { return tiles * (columns * 32 + row_pitch(k2)) + 16; }
 
 struct EvenShared {  // dynamic shared memory: the ring, then the sums
   int sums, total;   // offset, bytes

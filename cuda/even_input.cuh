@@ -15,9 +15,11 @@ __device__ __forceinline__ int input_shift(int largest_x, int largest_scale) {
 
 // Four values of one lane of a rotated block of 128 become operands: lane l holds inputs 4l .. 4l+3. `out`: the block's image. Returns their sum.
 __device__ __forceinline__ float store_operands(const EvenParams& p, const float (&v)[4], float factor, uint8_t* out, int column) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, half = lane >> 1 & 1, place = lane >> 2 & 1;
   const __half2 h[2] = {__floats2half2_rn(v[0] * factor, v[1] * factor), __floats2half2_rn(v[2] * factor, v[3] * factor)};
-  *(uint2*)(out + (lane / 2 * p.columns + column) * 16 + lane % 2 * 8) = *(const uint2*)h;
+  out += lane / 8 * image_bytes(2, p.columns) + column * 16 + place * 8 + lane % 2 * 4;
+#pragma unroll
+  for (int product = 0; product < 2; product++) *(__half2*)(out + (2 * product + half) * p.columns * 16) = h[product];
   return (__low2float(h[0]) + __high2float(h[0])) + (__low2float(h[1]) + __high2float(h[1]));
 }
 

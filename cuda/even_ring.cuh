@@ -72,7 +72,7 @@ struct Walk {
 
 template <int K2, int NB>
 struct Stage {
-  static constexpr int kImage = image_bytes(kRing.step_tiles, 8 * NB), kWeights = kRing.step_tiles * 128 * K2, kFull = kImage + kWeights, kEmpty = kFull + 8;
+  static constexpr int kImage = image_bytes(kRing.step_tiles, 8 * NB), kPitch = row_pitch(K2), kFull = kImage + kRing.step_tiles * kPitch, kEmpty = kFull + 8;
   static constexpr int kBytes = stage_bytes(kRing.step_tiles, 8 * NB, K2);
 };
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
     if (r == 0) ptx::barrier_expect(full, S::kImage + min(kRing.step_tiles, from.tiles) * 128 * K2);
     if (r * kEach >= from.tiles) return;
 #pragma unroll
-    for (int k = 0; k < kEach; k++) ptx::bulk_load(stage + S::kImage + (r * kEach + k) * 128 * K2, from.weights + k * from.pitch, 128 * K2, full);
+    for (int k = 0; k < kEach; k++) ptx::bulk_load(stage + S::kImage + (r * kEach + k) * S::kPitch, from.weights + k * from.pitch, 128 * K2, full);
   };
   auto put_inputs = [&](const Walk<K2>& from, uint8_t* stage) {
     if (r == kFeeders - 1) ptx::bulk_load(stage, from.inputs, S::kImage, (uint64_t*)(stage + S::kFull));
@@ -171,7 +171,7 @@ struct RingReader {
   }
   __device__ __forceinline__ void put_weights(const Walk<K2>& from, int to) {
     for (int i = threadIdx.x; i < min(kRing.step_tiles, from.tiles) * 8 * K2; i += kCopiers)
-      ptx::copy16(ring + to + S::kImage + i * 16, from.weights + i / (8 * K2) * from.pitch + i % (8 * K2) * 16);
+      ptx::copy16(ring + to + S::kImage + i / (8 * K2) * S::kPitch + i % (8 * K2) * 16, from.weights + i / (8 * K2) * from.pitch + i % (8 * K2) * 16);
   }
   __device__ __forceinline__ void put_inputs(const Walk<K2>& from, int to) {
     for (int i = threadIdx.x; i < S::kImage / 16; i += kCopiers) ptx::copy16(ring + to + i * 16, from.inputs + i * 16);

@@ -291,7 +291,9 @@ def test_product(
     check_group(product, codebook, K, rows, n_in, sizes, activation, grid, shared)
 
 
-@pytest.mark.parametrize("codebook,K,most,kind", [("mul1", 4, 4, "product"), ("3inst", 7, 8, "product"), ("mul1", 4, 20, "even"), ("mul1", 4, 20, "long_even")])
+@pytest.mark.parametrize(
+    "codebook,K,most,kind", [("mul1", 4, 4, "product"), ("3inst", 7, 8, "product"), ("mul1", 4, 20, "even"), ("mul1", 4, 20, "long_even")]
+)
 def test_a_row_has_the_same_bits_alone(request: pytest.FixtureRequest, codebook: str, K: float, most: int, kind: str) -> None:
     """Many rows take other steps or instances than one; runs begin and end within chunks of inputs."""
     library = request.getfixturevalue(kind)
