@@ -72,7 +72,8 @@ struct Walk {
 
 template <int K2, int NB>
 struct Stage {
-  static constexpr int kImage = image_bytes(kRing.step_tiles, 8 * NB), kPitch = row_pitch(K2), kFull = kImage + kRing.step_tiles * kPitch, kEmpty = kFull + 8;
+  static constexpr int kImage = image_bytes(kRing.step_tiles, 8 * NB), kPitch = row_pitch(K2);
+  static constexpr int kFull = kImage + kRing.step_tiles * kPitch, kEmpty = kFull + 8;
   static constexpr int kBytes = stage_bytes(kRing.step_tiles, 8 * NB, K2);
 };
 

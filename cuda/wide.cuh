@@ -40,7 +40,7 @@ struct WideSpace {
   static constexpr int kStages = wide_stages(K2, ROWS), kStage = wide_stage(K2, ROWS);
   uint8_t *ring, *staged;
   float *sums, *scales;  // of the rows of the tile being finished
-  uint64_t *full, *empty, *staged_full, *staged_empty;
+  uint64_t *full, *empty, *staged_full, *staged_empty, *last_known;
   WideSpot* last;
   __device__ __forceinline__ explicit WideSpace(uint8_t* raw) {
     ring = raw;
@@ -51,7 +51,8 @@ struct WideSpace {
     empty = full + kStages;
     staged_full = empty + kStages;
     staged_empty = staged_full + 1;
-    last = (WideSpot*)(staged_empty + 1);
+    last_known = staged_empty + 1;
+    last = (WideSpot*)(last_known + 2);  // aligned to 16 bytes
   }
 };
 
@@ -220,7 +221,7 @@ __device__ __forceinline__ void finish_piece(const WideParams& p, const WideSpot
 
 // Warps 9 .. 11. The last piece they share with those that multiplied, and tell them where it belongs: finding that out takes a while.
 // Before anything else they finish a row for nothing: instructions come from memory first, which takes longer than the work.
-constexpr int kLastWarps = kWideThreads / 32 - 1, kSpotBarrier = 3;
+constexpr int kLastWarps = kWideThreads / 32 - 1;
 template <int K2, int ROWS>
 __device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace<K2, ROWS>& space, int cluster, int clusters, int rank) {
   const int warp = thread_index() / 32, lane = thread_index() % 32;
@@ -231,9 +232,9 @@ __device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace
     const WideSpot spot = spot_of(p, piece, cluster, clusters, rank);
     if (n >= 0) {
       more = walk.step(p, clusters, piece);
-      if (!more) {
-        if (warp == 9 && lane == 0) *space.last = spot;
-        ptx::named_arrive(kSpotBarrier, kLastWarps * 32);
+      if (!more && warp == 9 && lane == 0) {
+        *space.last = spot;
+        ptx::barrier_arrive(space.last_known);
       }
       ptx::barrier_wait(space.staged_full, n & 1);
     }
@@ -247,7 +248,7 @@ __device__ __forceinline__ void wide_finish(const WideParams& p, const WideSpace
 // Warps 0 .. 7; `handed`: pieces they have multiplied.
 template <int K2, int ROWS>
 __device__ __forceinline__ void wide_finish_last(const WideParams& p, const WideSpace<K2, ROWS>& space, int handed) {
-  ptx::named_sync(kSpotBarrier, kLastWarps * 32);
+  ptx::barrier_wait(space.last_known, 0);
   const WideSpot spot = *space.last;
   ptx::barrier_wait(space.staged_full, (handed - 1) & 1);
   finish_piece<ROWS>(p, spot, space.staged, space.sums, space.scales, false, thread_index() / 32, kLastWarps, thread_index() % 32);
@@ -267,6 +268,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
     }
     ptx::barrier_init(space.staged_full, 256);
     ptx::barrier_init(space.staged_empty, 32 * kWideFinishers);
+    ptx::barrier_init(space.last_known, 1);
     ptx::barrier_init_done();
   }
   __syncthreads();

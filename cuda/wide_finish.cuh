@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_rows(const WideParams& p, const ProductMat
     const int row = min(first + i, rows - 1);
     y[i] = (char*)row_of(w.y, (int64_t)(row0 + row) * w.y_stride + column, p.y_dtype);
     if (stored == 0) y[i] = (char*)w.trellis;  // in a rehearsal: y's lines could stay in the L1 cache while another block writes them
-    scale[i] = row_scales[row];
+    scale[i] = stored == 0 ? 0.f : row_scales[row];
   }
 #pragma unroll
   for (int from = 0; from < 8; from += kTogether) {
@@ -145,7 +145,8 @@ static __device__ __noinline__ void store_anyhow(const WideParams& p, const Prod
   }
 }
 
-// Rows of a tile, eight at a time, `first` the first eight and `stride` eights on from there; those below `stored` are stored. By one warp.
+// Rows of a tile, eight at a time, `first` the first eight and `stride` eights on from there; those below `stored` are stored. By one warp. Where none is,
+// in a rehearsal, nothing is read that another warp may be writing.
 static __device__ __forceinline__ void finish_rows(const WideParams& p, const ProductMatrix& w, int group, int row0, int rows, int stored,
                                                    const uint8_t* staged, const OtherShares& others, const float* row_sums, const float* row_scales,
                                                    int first, int stride, int lane) {
@@ -176,12 +177,12 @@ static __device__ __forceinline__ void finish_rows(const WideParams& p, const Pr
     }
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
-      uint32_t b[4];
-      load_sums(b, staged, r0, pair, lane);
+      uint32_t b[4] = {};
+      if (stored > 0) load_sums(b, staged, r0, pair, lane);
       r.add(pair, b, hadamard);
     }
     r.turn_blocks();
-    if (lane < 4)  // what all columns have in common is in the first of the transform
+    if (lane < 4 && stored > 0)  // what all columns have in common is in the first of the transform
 #pragma unroll
       for (int i = 0; i < 2; i++) r.of[0][i] += 128.f * row_sums[row + i];
     if (how == kHalves) {
