@@ -3,7 +3,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include <atomic>
 #include <mutex>
@@ -30,7 +29,13 @@ int check(cudaError_t error, const char* what) {
   return refuse(EXL3_DEVICE_FAULT, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
+// What of the code inside runs on a card shows in its limit.
+constexpr int kHopperProbe = 992;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__global__ void __launch_bounds__(kHopperProbe) probe() {}
+#else
 __global__ void probe() {}
+#endif
 
 static bool look_at(int index, Device& d) {
   cudaError_t error = cudaSuccess;
@@ -55,7 +60,7 @@ static bool look_at(int index, Device& d) {
     return false;
   }
   d.code = attributes.ptxVersion;
-  d.hopper = d.major == 9 && d.minor == 0 && strstr(EXL3_CUDA_ARCH_TEXT, "90a") != nullptr;
+  d.hopper = attributes.maxThreadsPerBlock == kHopperProbe;
   d.wide = d.hopper && !getenv("EXL3_TEST_NO_WGMMA");
   return true;
 }

@@ -9,7 +9,7 @@ namespace exl3 {
 
 struct Device {
   int sms, major, minor, shared_bytes;  // shared_bytes: most dynamic shared memory of a block
-  bool hopper;                          // a card of 9.0 with code built for 90a
+  bool hopper;                          // a card of 9.0, and what runs there is code for sm_90a
   bool wide;                            // and many rows go to wgmma: not with EXL3_TEST_NO_WGMMA
   int code;                             // virtual architecture of the code that runs here: 75, 80, 90 ...; 0: none inside
 };

@@ -37,8 +37,9 @@ __device__ __forceinline__ void pack_tile(const uint32_t* h, uint32_t (&a)[4]) {
   }
 }
 
-// Tiles whose decoding overlaps, as far as there are registers.
-inline constexpr __host__ __device__ int group_tiles(int nb) { return nb < 8 ? 4 : 2; }
+// Tiles whose decoding overlaps, and sets of sums: as far as there are registers.
+inline constexpr __host__ __device__ int group_tiles(int nb) { return nb < (kLongSteps ? 8 : 4) ? 4 : 2; }
+constexpr int kSums = kLongSteps ? 2 : 1;
 
 // The words of some tiles of the warp, on their way.
 template <int K2, int TILES>
@@ -69,18 +70,23 @@ struct Operands {
   }
 };
 
-// A part's sums: of the first products of pairs of tiles and of the second ones, as a product that waits for the one before holds up the decoding.
+// A part's sums. Two sets of them: of the first products of pairs of tiles and of the second ones, as a product that waits for the one before holds up the
+// decoding.
 template <int NB>
 struct PartSums {
-  float even[4 * NB], odd[4 * NB];
+  float of[kSums][4 * NB];
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int k = 0; k < 4 * NB; k++) even[k] = odd[k] = 0.f;
+    for (int s = 0; s < kSums; s++)
+#pragma unroll
+      for (int k = 0; k < 4 * NB; k++) of[s][k] = 0.f;
   }
   __device__ __forceinline__ float (&get())[4 * NB] {
 #pragma unroll
-    for (int k = 0; k < 4 * NB; k++) even[k] += odd[k];
-    return even;
+    for (int s = 1; s < kSums; s++)
+#pragma unroll
+      for (int k = 0; k < 4 * NB; k++) of[0][k] += of[s][k];
+    return of[0];
   }
 };
 
@@ -91,35 +97,41 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
                                          uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {
   using S = Stage<K2, NB>;
   constexpr int kGroup = group_tiles(NB);
+  constexpr bool kEarly = NB < 8;  // as far as there are registers
   const int place = Operands<NB>::place_of_lane();
 #pragma unroll 1
   for (int left = count; left > 0; left--) {
     const uint8_t* weights = ring.ring + ring.stage + S::kImage;
     const uint8_t* in = ring.ring + ring.stage + place;
 #pragma unroll
-    for (int at = 0; at < kRing.step_tiles; at += kGroup) {
+    for (int at = 0; at < kStepTiles; at += kGroup) {
       uint32_t h[kGroup / 2][16];
       Words<K2, kGroup> next;
       Operands<NB> b;
       b.load(in + at * Operands<NB>::kTile);
-      if (at + kGroup < kRing.step_tiles) {
+      if (at + kGroup < kStepTiles) {
         next.read(weights, run, at + kGroup);
-      } else {  // all of the stage is in registers
+      } else if (kEarly) {  // all of the stage is in registers
         ring.release();
         ring.wait(p);
         next.read(ring.ring + ring.stage + S::kImage, run, 0);
       }
 #pragma unroll
       for (int r = 0; r < kGroup / 2; r++) hash_pair<K2, MODE>(words.of[r], run, multiplier, addend, h[r]);
-      words = next;
+      if (kEarly || at + kGroup < kStepTiles) words = next;
 #pragma unroll
       for (int r = 0; r < kGroup; r++) {
-        float(&d)[4 * NB] = r % 2 ? sums.odd : sums.even;
+        float(&d)[4 * NB] = sums.of[r % kSums];
         uint32_t a[4];
         pack_tile<MODE>(h[r / 2] + r % 2 * 8, a);
 #pragma unroll
         for (int n = 0; n < NB; n++) ptx::mma(*(float(*)[4])(d + 4 * n), a[0], a[1], a[2], a[3], b.get(r, n)[0], b.get(r, n)[1]);
       }
+    }
+    if (!kEarly) {
+      ring.release();
+      ring.wait(p);
+      words.read(ring.ring + ring.stage + S::kImage, run, 0);
     }
   }
 }
@@ -133,7 +145,7 @@ template <int K2, int MODE, int NB>
 __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K2, NB>& ring, const PairRun<K2>& run, int count, uint32_t multiplier,
                                                uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {
   using S = Stage<K2, NB>;
-  constexpr int kGroup = group_tiles(NB), kGroups = kRing.step_tiles / kGroup;
+  constexpr int kGroup = group_tiles(NB), kGroups = kStepTiles / kGroup;
   uint32_t a[2][kGroup][4] = {};
 #pragma unroll 1
   for (int left = count; left > 0; left--) {
@@ -155,7 +167,7 @@ __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K
       for (int r = 0; r < kGroup; r++) pack_tile<MODE>(h[r / 2] + r % 2 * 8, a[g % 2][r]);
       wgmma_fence();
 #pragma unroll
-      for (int r = 0; r < kGroup; r++) wgmma(r % 2 ? sums.odd : sums.even, a[g % 2][r], in + (g * kGroup + r) * (NB * 256 >> 4));
+      for (int r = 0; r < kGroup; r++) wgmma(sums.of[r % kSums], a[g % 2][r], in + (g * kGroup + r) * (NB * 256 >> 4));
       wgmma_commit();
       wgmma_wait<1>();
       // the products before have read their operands: till here no register of theirs may serve for anything else
@@ -166,6 +178,8 @@ __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K
     }
   }
   wgmma_wait<0>();
+#pragma unroll
+  for (int k = 0; k < 4 * NB; k++) asm volatile("" : "+f"(sums.of[0][k]), "+f"(sums.of[1][k]));  // not read before
   if (count > 0) ring.release_before();
 }
 #endif
@@ -226,7 +240,7 @@ __global__ void __launch_bounds__(kBound, 1) even_kernel(const __grid_constant__
 #endif
       multiply<K2, MODE, NB>(p, ring, run, work.count, multiplier, addend, words, sums);
     keep(i);  // what finishing needs is computed again: the loop has the registers to itself
-    float* area = (float*)(shared + even_shared(p, kRing, K2).sums);
+    float* area = (float*)(shared + even_shared(p, ring_shape(kLongSteps, NB), K2).sums);
     if (i == 0) stamp(p.stamps, kHasInput);  // of the first part, its sums
     finish_part<MODE, NB>(p, part_of(p, share_of(p, blockIdx.x), i), i, sums.get(), area);
   }

@@ -9,17 +9,20 @@ constexpr int kThreads = (kWarps + kFeeders) * 32;
 constexpr int kMostColumns = 64;    // rows of one pass
 constexpr int kPitch = 132;         // words of 128 sums in shared memory, free of bank conflicts
 
-// The ring: rows of tiles of a step, the unit of work and a stage; and stages. Code for sm_90a waits half as often, which takes more shared memory than
-// all cards have.
+// The ring: rows of tiles of a step, the unit of work and a stage; the most stages; bytes of a stage's barriers. Code for sm_90a waits half as often, which
+// takes more shared memory than all cards have. `blocks`: of eight operand columns.
 struct RingShape {
-  int step_tiles, stages;
+  int step_tiles, stages, barriers;
 };
-inline constexpr __host__ __device__ RingShape ring_shape(bool hopper) { return hopper ? RingShape{16, 3} : RingShape{8, 4}; }
+inline constexpr __host__ __device__ RingShape ring_shape(bool hopper, int blocks) {
+  return hopper ? RingShape{16, 3, 16} : RingShape{8, blocks < 8 ? 4 : 3, 0};
+}
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(EXL3_TEST_LONG_STEPS)
-constexpr RingShape kRing = ring_shape(true);
+constexpr bool kLongSteps = true;
 #else
-constexpr RingShape kRing = ring_shape(false);
+constexpr bool kLongSteps = false;
 #endif
+constexpr int kStepTiles = ring_shape(kLongSteps, 1).step_tiles;
 
 // What a row's operands are worth. Thread blocks of the input's kernel share a row; each has a sum of its part. Sums of halves below 2^29 are exact
 // in 53 bits, so how many blocks there were leaves no trace.
@@ -39,6 +42,7 @@ struct EvenParams {
   int32_t row_parts;    // thread blocks of the input's kernel that share a row
   int32_t blocks;       // in_padded / 128
   int32_t step_tiles;   // of the code that runs: see ring_shape
+  int32_t stages;       // on sm_90a two where there is no room for all
   int32_t steps;        // of a column group; the last one may be in part beyond the inputs, and has zeros there
   int32_t share, rest;  // work of a block: `share` steps, the first `rest` thread blocks one more
   int32_t in_features, x_dtype, y_dtype, activation, accumulate;
@@ -65,17 +69,19 @@ inline __host__ __device__ int first_work(const EvenParams& p, int block) { retu
 inline constexpr __host__ __device__ int image_bytes(int tiles, int columns) { return tiles * columns * 32; }
 inline __host__ __device__ int64_t image_bytes(const EvenParams& p) { return (int64_t)p.steps * image_bytes(p.step_tiles, p.columns); }  // of a pass
 
-// A stage of the ring: the operands, the weights, two barriers: full, empty.
 // Bytes from one row of tiles to the next: a warp reads two rows at a time, which then lie in different banks.
 inline constexpr __host__ __device__ int row_pitch(int k2) { return 128 * k2 + 64; }
-inline constexpr __host__ __device__ int stage_bytes(int tiles, int columns, int k2) { return tiles * (columns * 32 + row_pitch(k2)) + 16; }
+// A stage of the ring: the operands, the weights, on sm_90a two barriers: full, empty.
+inline constexpr __host__ __device__ int stage_bytes(RingShape ring, int columns, int k2) {
+  return ring.step_tiles * (columns * 32 + row_pitch(k2)) + ring.barriers;
+}
 
 struct EvenShared {  // dynamic shared memory: the ring, then the sums
   int sums, total;   // offset, bytes
 };
 inline __host__ __device__ EvenShared even_shared(const EvenParams& p, RingShape ring, int k2) {
   EvenShared s;
-  s.sums = ring.stages * stage_bytes(ring.step_tiles, p.columns, k2);
+  s.sums = p.stages * stage_bytes(ring, p.columns, k2);
   s.total = s.sums + p.segments * p.columns * kPitch * 4;
   return s;
 }

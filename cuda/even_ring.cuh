@@ -56,15 +56,15 @@ struct Walk {
       const int group = part.unit - (p.segments > 1 ? 0 : p.first_group[part.matrix]);
       left = part.count;
       pitch = w.columns * 16 * K2;
-      weights = w.trellis + (int64_t)(part.from * kRing.step_tiles + row) * pitch + (int64_t)group * 128 * K2;
-      tiles = p.blocks * 8 - part.from * kRing.step_tiles;
-      inputs = p.image + (p.rotations > 1 ? part.matrix : 0) * p.image_stride + (int64_t)part.from * image_bytes(kRing.step_tiles, p.columns);
+      weights = w.trellis + (int64_t)(part.from * kStepTiles + row) * pitch + (int64_t)group * 128 * K2;
+      tiles = p.blocks * 8 - part.from * kStepTiles;
+      inputs = p.image + (p.rotations > 1 ? part.matrix : 0) * p.image_stride + (int64_t)part.from * image_bytes(kStepTiles, p.columns);
     }
   }
   __device__ __forceinline__ void next(const EvenParams& p, const Share& share) {
-    weights += kRing.step_tiles * pitch;
-    inputs += image_bytes(kRing.step_tiles, p.columns);
-    tiles -= kRing.step_tiles;
+    weights += kStepTiles * pitch;
+    inputs += image_bytes(kStepTiles, p.columns);
+    tiles -= kStepTiles;
     left--;
     open(p, share);
   }
@@ -72,9 +72,10 @@ struct Walk {
 
 template <int K2, int NB>
 struct Stage {
-  static constexpr int kImage = image_bytes(kRing.step_tiles, 8 * NB), kPitch = row_pitch(K2);
-  static constexpr int kFull = kImage + kRing.step_tiles * kPitch, kEmpty = kFull + 8;
-  static constexpr int kBytes = stage_bytes(kRing.step_tiles, 8 * NB, K2);
+  static constexpr RingShape kRing = ring_shape(kLongSteps, NB);
+  static constexpr int kImage = image_bytes(kStepTiles, 8 * NB), kPitch = row_pitch(K2);
+  static constexpr int kFull = kImage + kStepTiles * kPitch, kEmpty = kFull + 8;
+  static constexpr int kBytes = stage_bytes(kRing, 8 * NB, K2);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -83,11 +84,11 @@ struct Stage {
 template <int K2, int NB>
 __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, uint8_t* ring, int r) {
   using S = Stage<K2, NB>;
-  constexpr int kEach = kRing.step_tiles / kFeeders, kBefore = kRing.stages - 1;  // stages whose weights come before the input
-  const int all = share.end - share.begin, ahead = min(kRing.stages, all);
+  constexpr int kEach = kStepTiles / kFeeders;
+  const int all = share.end - share.begin, ahead = min(p.stages, all), before = p.stages - 1;  // stages whose weights come before the input
   auto put_weights = [&](const Walk<K2>& from, uint8_t* stage) {
     uint64_t* full = (uint64_t*)(stage + S::kFull);
-    if (r == 0) ptx::barrier_expect(full, S::kImage + min(kRing.step_tiles, from.tiles) * 128 * K2);
+    if (r == 0) ptx::barrier_expect(full, S::kImage + min(kStepTiles, from.tiles) * 128 * K2);
     if (r * kEach >= from.tiles) return;
 #pragma unroll
     for (int k = 0; k < kEach; k++) ptx::bulk_load(stage + S::kImage + (r * kEach + k) * S::kPitch, from.weights + k * from.pitch, 128 * K2, full);
@@ -96,7 +97,7 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
     if (r == kFeeders - 1) ptx::bulk_load(stage, from.inputs, S::kImage, (uint64_t*)(stage + S::kFull));
   };
   Walk<K2> weights(p, share, r * kEach), inputs = weights;
-  for (int n = 0; n < min(ahead, kBefore); n++) {
+  for (int n = 0; n < min(ahead, before); n++) {
     put_weights(weights, ring + n * S::kBytes);
     weights.next(p, share);
   }
@@ -104,7 +105,7 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
   for (int n = 0; n < ahead; n++) {
     put_inputs(inputs, ring + n * S::kBytes);
     inputs.next(p, share);
-    if (n < kBefore) continue;
+    if (n < before) continue;
     put_weights(weights, ring + n * S::kBytes);
     weights.next(p, share);
   }
@@ -115,11 +116,11 @@ __device__ __forceinline__ void feed(const EvenParams& p, const Share& share, ui
     put_weights(weights, to);
     put_inputs(weights, to);
     weights.next(p, share);
-    if (++stage == kRing.stages) stage = 0, phase ^= 1;
+    if (++stage == p.stages) stage = 0, phase ^= 1;
   }
   if (r > 0) return;  // a last stage with nothing in it: who multiplies looks for one more
-  uint8_t* to = ring + (all < kRing.stages ? all : stage) * S::kBytes;
-  if (all >= kRing.stages) ptx::barrier_wait((uint64_t*)(to + S::kEmpty), phase);
+  uint8_t* to = ring + (all < p.stages ? all : stage) * S::kBytes;
+  if (all >= p.stages) ptx::barrier_wait((uint64_t*)(to + S::kEmpty), phase);
   ptx::barrier_arrive((uint64_t*)(to + S::kFull));
 }
 
@@ -128,10 +129,10 @@ template <int K2, int NB>
 struct RingReader {
   using S = Stage<K2, NB>;
   uint8_t* ring;
-  int stage = 0, phase = 0;  // bytes
+  int stage = 0, phase = 0, last;  // bytes
 
-  __device__ __forceinline__ RingReader(const EvenParams&, const Share&, uint8_t* ring) : ring(ring) {
-    if (threadIdx.x < kRing.stages) {
+  __device__ __forceinline__ RingReader(const EvenParams& p, const Share&, uint8_t* ring) : ring(ring), last((p.stages - 1) * S::kBytes) {
+    if (threadIdx.x < p.stages) {
       uint64_t* full = (uint64_t*)(ring + threadIdx.x * S::kBytes + S::kFull);
       ptx::barrier_init(full, 1);
       ptx::barrier_init(full + 1, 32 * kWarps);
@@ -143,8 +144,8 @@ struct RingReader {
   __device__ __forceinline__ void start(const EvenParams&) { ptx::wait_for_previous(); }
   __device__ __forceinline__ void wait(const EvenParams&) { ptx::barrier_wait((uint64_t*)(ring + stage + S::kFull), phase); }
   __device__ __forceinline__ void next() {
-    stage += S::kBytes;
-    if (stage == kRing.stages * S::kBytes) stage = 0, phase ^= 1;
+    if (stage == last) phase ^= 1;
+    stage = stage == last ? 0 : stage + S::kBytes;
   }
   // The thread is done with the stage.
   __device__ __forceinline__ void release() {
@@ -153,7 +154,7 @@ struct RingReader {
   }
   // It is done with the one before.
   __device__ __forceinline__ void release_before() {
-    ptx::barrier_arrive((uint64_t*)(ring + (stage ? stage - S::kBytes : (kRing.stages - 1) * S::kBytes) + S::kEmpty));
+    ptx::barrier_arrive((uint64_t*)(ring + (stage ? stage - S::kBytes : last) + S::kEmpty));
   }
 };
 #else
@@ -171,7 +172,7 @@ struct RingReader {
     ptx::launch_dependents();
   }
   __device__ __forceinline__ void put_weights(const Walk<K2>& from, int to) {
-    for (int i = threadIdx.x; i < min(kRing.step_tiles, from.tiles) * 8 * K2; i += kCopiers)
+    for (int i = threadIdx.x; i < min(kStepTiles, from.tiles) * 8 * K2; i += kCopiers)
       ptx::copy16(ring + to + S::kImage + i / (8 * K2) * S::kPitch + i % (8 * K2) * 16, from.weights + i / (8 * K2) * from.pitch + i % (8 * K2) * 16);
   }
   __device__ __forceinline__ void put_inputs(const Walk<K2>& from, int to) {
@@ -179,13 +180,13 @@ struct RingReader {
   }
   __device__ __forceinline__ void start(const EvenParams& p) {
     const Walk<K2> first = walk;
-    for (int n = 0; n < kRing.stages - 1 && walk.left > 0; n++) {
+    for (int n = 0; n < S::kRing.stages - 1 && walk.left > 0; n++) {
       put_weights(walk, n * kBytes);
       walk.next(p, share);
     }
     ptx::wait_for_previous();
     walk = first;
-    for (; free < (kRing.stages - 1) * kBytes; free += kBytes) {
+    for (; free < (S::kRing.stages - 1) * kBytes; free += kBytes) {
       if (walk.left > 0) {
         put_inputs(walk, free);
         walk.next(p, share);
@@ -194,7 +195,7 @@ struct RingReader {
     }
   }
   __device__ __forceinline__ void wait(const EvenParams& p) {
-    ptx::copy_wait<kRing.stages - 2>();
+    ptx::copy_wait<S::kRing.stages - 2>();
     ptx::named_sync(1, kCopiers);  // and everyone has read the step before
     if (walk.left > 0) {
       put_weights(walk, free);
@@ -202,9 +203,9 @@ struct RingReader {
       walk.next(p, share);
     }
     ptx::copy_commit();
-    free = free == (kRing.stages - 1) * kBytes ? 0 : free + kBytes;
+    free = free == (S::kRing.stages - 1) * kBytes ? 0 : free + kBytes;
   }
-  __device__ __forceinline__ void release() { stage = stage == (kRing.stages - 1) * kBytes ? 0 : stage + kBytes; }
+  __device__ __forceinline__ void release() { stage = stage == (S::kRing.stages - 1) * kBytes ? 0 : stage + kBytes; }
 };
 #endif
 

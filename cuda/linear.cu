@@ -147,7 +147,7 @@ static Plan make_plan(const exl3_linear_args* a, int first, int count, const Dev
 struct EvenPlan {
   even::EvenParams p;
   int mode, blocks;  // of eight operand columns
-  int grid, passes;
+  int grid, passes, shared;
   int64_t inputs, image, total;  // workspace offsets
 };
 static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, const Device& device) {
@@ -173,19 +173,24 @@ static EvenPlan make_even(const exl3_linear_args* a, int k2, const Plan& from, c
   p.x_stride = f.x_stride;
   p.norm_eps = f.norm_eps;
   plan.mode = from.mode;
-  const even::RingShape ring = even::ring_shape(device.hopper);
-  p.step_tiles = ring.step_tiles;
+  p.step_tiles = even::ring_shape(device.hopper, 1).step_tiles;
   p.steps = (p.blocks * 8 + p.step_tiles - 1) / p.step_tiles;
   const int work = from.units * p.segments * p.steps;
   plan.grid = work < device.sms ? work : device.sms;
   p.share = work / plan.grid;
   p.rest = work % plan.grid;
   plan.blocks = a->rows <= 8 ? 1 : a->rows <= 16 ? 2 : a->rows <= 32 ? 4 : 8;
-  auto set = [&] {
+  for (;; plan.blocks /= 2) {
+    const even::RingShape ring = even::ring_shape(device.hopper, plan.blocks);
     p.columns = plan.blocks * 8;
     p.rows = a->rows < p.columns ? a->rows : p.columns;
-  };
-  for (set(); plan.blocks > 1 && even::even_shared(p, ring, k2).total > device.shared_bytes; set()) plan.blocks /= 2;
+    auto fits = [&](int stages) {
+      p.stages = stages;
+      plan.shared = even::even_shared(p, ring, k2).total;
+      return plan.shared <= device.shared_bytes;
+    };
+    if (fits(ring.stages) || (device.hopper && fits(2)) || plan.blocks == 1) break;
+  }
   plan.passes = (a->rows + p.columns - 1) / p.columns;
   p.image_stride = plan.passes * image_bytes(p);
   int64_t at = zero_bytes(device);
@@ -300,11 +305,10 @@ static int launch_even(const exl3_linear_args* a, int k2, const Plan& from, cons
   p.image = space + plan.image;
   const dim3 prepare_grid(p.row_parts, a->rows, p.rotations);
   if (const int status = launch(even::prepare_even, prepare_grid, even::kPrepareWarps * 32, 0, 1, p, stream, "linear: rotation")) return status;
-  const int shared = even::even_shared(p, even::ring_shape(device.hopper), k2).total;
   for (int pass = 0; pass < plan.passes; pass++) {
     p.row0 = pass * p.columns;
     p.rows = plan.passes > 1 && a->rows - p.row0 > p.columns ? p.columns : a->rows - p.row0;
-    if (const int status = launch(entry->kernel, dim3(plan.grid), even::kThreads, shared, 1, p, stream, "linear")) return status;
+    if (const int status = launch(entry->kernel, dim3(plan.grid), even::kThreads, plan.shared, 1, p, stream, "linear")) return status;
     p.image += image_bytes(p);
   }
   return EXL3_OK;

@@ -218,7 +218,7 @@ struct RowPair {
     for (int t = 0; t < kTiles; t++) {
       uint32_t words[Run<K2, 16>::kRead], s[16];
       read_words((const uint32_t*)(weights + t * 16 * K2), run, words);
-      states_by_products(words, run, p.power, MODE == kBytes && K2 % 4 != 0, s);
+      states_by_products(words, run, p.power, MODE == kBytes, s);
 #pragma unroll
       for (int j = 0; j < 16; j++) s[j] = MODE == kBytes ? s[j] * multiplier : half_pair_of(s[j], multiplier, addend);
 #pragma unroll

@@ -10,7 +10,8 @@ using namespace exl3::even;
 template <int K2, int MODE, int NB>
 static int run(EvenParams p, int blocks) {
   p.columns = NB * 8;
-  p.step_tiles = kRing.step_tiles;
+  p.step_tiles = kStepTiles;
+  p.stages = ring_shape(kLongSteps, NB).stages;
   p.steps = (p.blocks * 8 + p.step_tiles - 1) / p.step_tiles;
   p.image_stride = image_bytes(p);
   std::vector<uint8_t> image(p.rotations * p.image_stride + 64, 0x7f);  // NaNs where nothing is written

@@ -14,7 +14,7 @@ struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct cudaFuncAttributes { int ptxVersion; };
+struct cudaFuncAttributes { int ptxVersion, maxThreadsPerBlock; };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
@@ -44,6 +44,6 @@ static inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what
   return *value = values[what], cudaSuccess;
 }
 template <class F>
-static inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) { return a->ptxVersion = mock.code, mock.image; }
+static inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) { return a->ptxVersion = mock.code, a->maxThreadsPerBlock = 1024, mock.image; }
 static inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 static inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return mock.launch; }
