@@ -10,6 +10,7 @@ int main(int, char** argv) {
   if (!strcmp(machine, "old driver")) mock.device = cudaErrorInsufficientDriver;
   if (!strcmp(machine, "no card")) mock.device = cudaErrorNoDevice;
   if (!strcmp(machine, "no code")) mock = {cudaSuccess, cudaErrorNoKernelImageForDevice, cudaSuccess, 6, 1, 0};
+  if (!strcmp(machine, "good, code for 8.0")) mock.code = 80, mock.most_threads = 1024;
   if (!strcmp(machine, "fault")) mock.launch = (cudaError_t)700;
   const exl3::Device* device = exl3::current_device();
   if (!device) return puts(exl3::last_error()), 1;

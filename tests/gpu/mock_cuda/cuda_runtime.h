@@ -32,7 +32,7 @@ struct cudaLaunchConfig_t {
 
 static struct {
   cudaError_t device = cudaSuccess, image = cudaSuccess, launch = cudaSuccess;
-  int major = 9, minor = 0, code = 90;
+  int major = 9, minor = 0, code = 90, most_threads = 992;  // of exl3::probe, by what code runs
 } mock;
 
 static inline cudaError_t cudaGetDevice(int* index) { return *index = 0, mock.device; }
@@ -44,6 +44,6 @@ static inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what
   return *value = values[what], cudaSuccess;
 }
 template <class F>
-static inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) { return a->ptxVersion = mock.code, a->maxThreadsPerBlock = 1024, mock.image; }
+static inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) { return a->ptxVersion = mock.code, a->maxThreadsPerBlock = mock.most_threads, mock.image; }
 static inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 static inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return mock.launch; }
