@@ -138,9 +138,9 @@ __device__ __forceinline__ void multiply(const EvenParams& p, RingReader<K2, NB>
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kAsyncBlocks = 4;  // from so many on it is used
-// The same with wgmma, to the same bits: it leaves the warps free, but takes as long for few columns as for 16. Up to 16 rows it is slower. While a group is
-// decoded the tensor cores multiply the one before; while it is packed the words of the next are on their way. They read a stage's input till then, so it is given back
-// a group later.
+// The same with wgmma, to the same bits: it leaves the warps free, but takes as long for few columns as for 16. Up to 16 rows it is slower. While a group
+// is decoded the tensor cores multiply the one before; while it is packed the words of the next are on their way. Tensor cores read a stage's input till
+// then, so it is given back a group later.
 template <int K2, int MODE, int NB>
 __device__ __forceinline__ void multiply_async(const EvenParams& p, RingReader<K2, NB>& ring, const PairRun<K2>& run, int count, uint32_t multiplier,
                                                uint32_t addend, Words<K2, group_tiles(NB)>& words, PartSums<NB>& sums) {

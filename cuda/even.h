@@ -62,10 +62,10 @@ struct EvenParams {
 // Work is counted in steps, unit after unit; each thread block has one run of it.
 inline __host__ __device__ int first_work(const EvenParams& p, int block) { return block * p.share + (block < p.rest ? block : p.rest); }
 
-// The operand image, for each 32 inputs the operands of two products of 16. A lane multiplies the positions of two neighbouring lanes of one tile, lanes
-// 4g, 4g+1 those of the first row of tiles and 4g+2, 4g+3 those of the second; so the first product takes inputs 0, 1, 8, 9 of each lane's four pairs,
-// the second 2, 3, 10, 11. Of a product two halves of 8 inputs, in each the columns (rows of x) with 16 bytes each. Eight columns are a matrix of 8 x 8
-// as ldmatrix takes it.
+// The operand image: for each 32 inputs, two rows of tiles, the operands of two products of 16. A lane has the positions of two neighbouring ones, lanes
+// 4g, 4g+1 those of the first row of tiles and 4g+2, 4g+3 those of the second; so of each row the first product takes inputs 0, 1, 4, 5, 8, 9, 12, 13,
+// the second the others. Of a product two halves, the inputs below 8 of both rows and those from 8 on, in each the columns (rows of x) with 8 inputs,
+// 16 bytes, each. Eight columns are a matrix of 8 x 8 as ldmatrix takes it.
 inline constexpr __host__ __device__ int image_bytes(int tiles, int columns) { return tiles * columns * 32; }
 inline __host__ __device__ int64_t image_bytes(const EvenParams& p) { return (int64_t)p.steps * image_bytes(p.step_tiles, p.columns); }  // of a pass
 
